@@ -4,16 +4,16 @@ A source (block_map.py) is a sparse file in ``blocks`` of a burst directory, at 
 offsets. Only the host's own map says which blocks are there: no record names a block, and reading
 makes no transaction.
 
-* A source stands for bytes that never change: those of a container below the length on record, and
-  those of an object set that has the checksums with which it was made. A change in place drops
-  these first, durably (``Transitions.mark``), and that ends the source (``end``), at other hosts
-  when they are shown it. A block is filled if the source stands after its last byte was read.
-* A fill makes a checksum of each block. A process serves a block that an earlier one has filled
-  only after it has compared the bytes with that checksum: so the map on disk may be older than the
-  files, also after a power cut. The map is written when all that names its sources is durable.
-* Blocks take what is below the low mark and nothing else takes (``Device.room_for_blocks``). They
-  count as free space, and give way at each look at the device, before a writer waits.
-* What an error meets is given up: it can be had from the servers.
+* A source's bytes never change: a container's below the length on record, or an object set's with
+  its first checksums. A change in place drops these first, durably (``Transitions.mark``), which
+  ends the source (``end``), at other hosts when they are shown it. A block is filled if the source
+  stands after its last byte was read.
+* A fill makes a checksum of each block, compared before a later process serves the block: so the
+  map on disk may be older than the files, also after a power cut. The map is written when all that
+  names its sources is durable.
+* Blocks take what is below the low mark and otherwise free (``Device.room_for_blocks``). They count
+  as free space, and give way at each look at the device, before a writer waits.
+* Blocks that meet an error are given up: the servers have them.
 """
 
 import os
@@ -83,9 +83,8 @@ Standing = Callable[[Sequence[int]], Awaitable[dict[int, int]]]
 """Those of these ids whose bytes never change as the records say, and up to which byte."""
 
 State = Callable[[], Awaitable[int]]
-"""A number that a map on disk has, which counts as long as that is the same: see
-degraded.state_of_blocks. Sources that ended when it became what it is are no more when this
-returns."""
+"""A map on disk counts as long as this number is the same: see degraded.state_of_blocks. Sources
+that ended when it changed are gone on return."""
 
 
 class _Fill(NamedTuple):
@@ -194,8 +193,8 @@ class _Device:
 
 
 class BlockCache:
-    """Of all burst directories of a host. Used from one trio thread; ``work`` is its background
-    work, which alone changes files."""
+    """Of all burst directories of a host, in one trio thread; only ``work``, in the background,
+    changes files."""
 
     def __init__(
         self,
@@ -394,7 +393,7 @@ class BlockCache:
     def _spans(
         self, source: int, offset: int, length: int, size: int
     ) -> list[tuple[BlockSegment, int]]:
-        """As BlockMap.span; empty also where the range is, or goes beyond the source's end."""
+        """BlockMap.span; also empty beyond the source's end."""
         device = self._where.get(source)
         if device is None or not length or offset + length > size:
             return []
@@ -504,7 +503,6 @@ class BlockCache:
         self._asks.append(read)
 
     def _note_read(self) -> None:
-        """Reads that others have answered are uses, too."""
         for read in self._asks:
             for source, segments in read():
                 if (device := self._where.get(source)) is not None:
@@ -563,7 +561,7 @@ class BlockCache:
         return source in device.lent or await self._ask(device, device.files[source], _is_used)
 
     async def _has_survivors(self, source: int) -> bool:
-        """Whether programs use files that this source had before. Raises Unavailable."""
+        """Whether programs use former files of this source. Raises Unavailable."""
         for device in list(self.devices.values()):
             for file in list(device.survivors.get(source, ())):
                 if not await self._ask(device, file, _is_used):
@@ -611,12 +609,11 @@ class BlockCache:
     async def _ask(
         self, device: _Device, file: _File, function: Callable[..., Any], *args: Any
     ) -> Any:
-        """In a worker. Raises Unavailable."""
         work = "open", file.path, function, file, *args
         return await self._carry_out(device, [file], device.server.call, *work)
 
     async def _ask_back(self, device: _Device) -> None:
-        """Sources that no program uses any more may go."""
+        """Let sources go that no program uses."""
         device.asks_at_s = trio.current_time() + _ASK_S
         for source in list(device.survivors):
             with suppress(*_ERRORS):
@@ -684,7 +681,6 @@ class BlockCache:
         return sum(device.map.limit for device in self.devices.values())
 
     def _has_memory(self, size: int) -> bool:
-        """Whether so many bytes more may wait."""
         budget = self._servers.budget
         wanted = self._pending + size - _PENDING_MAX - self._reserved
         if wanted <= 0:
@@ -697,7 +693,7 @@ class BlockCache:
         return True
 
     def _wait_no_more(self, device: _Device, fills: Collection[_Fill]) -> None:
-        """These are written, or never will be."""
+        """These fills are written, or never will be."""
         device.ended += len(fills)
         self._fills_ended.set()
         self._fills_ended = trio.Event()
@@ -708,7 +704,7 @@ class BlockCache:
             self._servers.budget.release(too_much)
 
     def _place_of(self, source: int) -> _Device | None:
-        """The device for a new source: the one with the most room for it."""
+        """The device with the most room for a new source."""
         if source in self._refused or source in self._moving:
             return None
         usable = [device for device in self.devices.values() if device.map.limit]
@@ -774,7 +770,7 @@ class BlockCache:
                 device.changed = True
 
     async def _refuse_fallen(self, device: _Device, sources: set[int]) -> None:
-        """Forget those of these that are new and do not stand."""
+        """Forget new ones of these that do not stand."""
         new = sorted(sources - device.map.sources.keys())
         standing = await self.standing(new) if new else {}
         for source in new:
@@ -815,7 +811,7 @@ class BlockCache:
         return self._end_wrong(source)
 
     def _end_wrong(self, source: int) -> bool:
-        """As ``end``: programs that use its file by themselves may do so for long."""
+        """``end``, also of a file that programs use by themselves."""
         device = self._where.get(source)
         if device is not None and source in device.map.held_sources:
             file = device.files[source]
@@ -833,7 +829,7 @@ class BlockCache:
         device.changed = True
 
     def _drop(self, device: _Device, file: _File, index: int) -> None:
-        """One block counts no more. It is written again before it counts, and not punched."""
+        """Drop one block, which is rewritten before it counts, and not punched."""
         number, bit = divmod(index, BLOCKS)
         self._tell(file.source)
         device.map.drop(device.map.sources[file.source][number], 1 << bit)
@@ -876,7 +872,7 @@ class BlockCache:
     async def _carry_out(
         self, device: _Device, used: Sequence[_File], function: Callable[..., Any], *args: Any
     ) -> Any:
-        """In a worker, which uses these files."""
+        """Run it in a worker that uses these files."""
         for file in used:
             file.in_use(1)
 
@@ -899,8 +895,7 @@ class BlockCache:
     # --- the map on disk ---
 
     async def save(self) -> None:
-        """The maps on disk are as those in memory were, except while something is found to be
-        wrong. Raises FsError."""
+        """Bring the maps to disk, except while something is found wrong. Raises FsError."""
         self._save_at_s = 0.0
         state = await self._state()
         if self._findings:
@@ -931,9 +926,8 @@ class BlockCache:
                 file.close_idle()
 
     def status(self) -> dict[str, Any]:
-        """For ``aifs status``; bytes, since the mount except ``cached_bytes``, ``limit_bytes`` and
-        ``staying_bytes``, of sources that programs use by themselves. ``wrong_blocks``: they were
-        not what their checksums say."""
+        """For ``aifs status``; bytes since the mount, except ``cached_bytes``, ``limit_bytes`` and
+        ``staying_bytes`` (of sources that programs use). ``wrong_blocks``: with wrong checksums."""
         maps = [device.map for device in self.devices.values()]
         return {
             "block_bytes": self.block,
@@ -974,7 +968,7 @@ def _read(
     block: int,
     size: int,
 ) -> tuple[int, list[int]]:
-    """Fill ``buffer``; how many bytes there were, and which blocks are wrong."""
+    """Fill ``buffer``; returns the bytes read, and wrong blocks."""
     fd, wrong = file.descriptor(), []
     for index, checksum in unchecked:
         start = index * block
@@ -1027,8 +1021,7 @@ def _read_map(path: str, block: int, state: int) -> tuple[list[BlockSegment], se
 
 
 def _open_whole(file: _File, size: int) -> int | None:
-    """Not for writing: what the kernel keeps would be a writer, and no drain could prove that there
-    is none."""
+    """Read-only: a writer of the kernel's would keep drains from proving that there is none."""
     fd = files.open_file(file.path, write=False)
     if os.fstat(fd).st_size == size:
         return fd
@@ -1053,8 +1046,8 @@ def _write_map(path: str, segments: list[tuple[BlockSegment, int]], block: int, 
 def _tidy(
     device: _Device, unknown: Iterable[int], masks: dict[int, dict[int, int]], block: int
 ) -> set[int]:
-    """Remove what the map does not name: files, and blocks that were written after it. Returns the
-    sources that programs of an earlier mount have open or mapped: no block of these may go."""
+    """Remove files and blocks that the map does not name. Returns sources that programs of an
+    earlier mount still use: their blocks must stay."""
     used = set[int]()
     for source in unknown:
         files.unlink(f"{device.path}/{source:016x}")

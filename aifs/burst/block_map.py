@@ -1,15 +1,14 @@
-"""The clean blocks that one burst device holds, in memory, and which of them goes first. Pure: no
-I/O, no clock.
+"""The clean blocks of one burst device, in memory, and their order of eviction. Pure: no I/O, no
+clock.
 
-A *source* is an object set or a container, and is named by its id. Its bytes are cut into blocks,
-and 128 blocks in a row are a *segment*, which is what the order of eviction knows: so the map of
-8 TB is one object for each 128 MiB (``block_size``), with 8 bytes for each block: 90 MiB.
+A *source* is an object set or a container, named by its id. 128 blocks in a row are a *segment*,
+the unit of eviction: so the map of 8 TB is one object for each 128 MiB (``block_size``), with 8
+bytes for each block: 90 MiB.
 
-Eviction is S3-FIFO (Yang et al., 2023): a new segment enters a small queue, a tenth of the room;
-one that is used again before it reaches the end goes on to the main queue, another one goes, and
-its name is remembered for a while: if it comes back, it enters the main queue. So one scan of
-a large dataset passes through the small queue alone. Uses that follow each other closely are
-one use: the neighbours of a small file, which came with its block, are read next.
+Eviction is S3-FIFO (Yang et al., 2023): a new segment enters a small queue, a tenth of the room; if
+used again before its end it goes to the main queue, else it goes, and its name is remembered for a
+while: if it comes back, it enters the main queue. So a scan passes through the small queue alone.
+Uses in close succession are one: neighbours of a small file are read next.
 """
 
 import struct
@@ -59,8 +58,7 @@ class BlockSegment:
         self.have = have
         """Mask of the blocks that are there."""
         self.checked = 0
-        """Mask of those whose bytes were compared with their checksums, or written, by this
-        process."""
+        """Mask of blocks that this process has compared with their checksums, or written."""
         self.sums = bytearray(have.bit_length() * SUM_BYTES)
         self.is_main = False
         self.uses = 0
@@ -101,8 +99,7 @@ class BlockMap:
         self._used = 0
         """Bytes that have come or were read: the clock of all this."""
         self.held_sources: dict[int, None] = {}
-        """Sources that are whole, and stay so: programs use their files by themselves. The first
-        one has been so for the longest."""
+        """Whole sources that stay, because programs use their files; the oldest first."""
         self.held_bytes = 0
         """Of these, which do not count below the limit."""
         self._asked_at = 0
@@ -120,8 +117,7 @@ class BlockMap:
         return max(loose - self.limit, too_many)
 
     def span(self, source: int, offset: int, length: int) -> list[tuple[BlockSegment, int]] | None:
-        """The segments that hold a range, each with the mask of the blocks that do; None if a block
-        is missing."""
+        """The segments of a range, each with the mask of its blocks; None if one is missing."""
         numbers = self.sources.get(source)
         if numbers is None:
             return None
@@ -200,8 +196,7 @@ class BlockMap:
             segment.uses = min(segment.uses + 1, _USES_MAX)
 
     def want(self, source: int, offset: int, length: int, is_wanted: bool) -> None:
-        """A range is going to be read, so its segments stay as if they were read often; or nobody
-        needs it soon."""
+        """A range is read soon, so its segments stay as if read often; or it is not needed soon."""
         numbers = self.sources.get(source, {})
         first, last = offset // self.block, (offset + length - 1) // self.block
         for number in range(first // BLOCKS, last // BLOCKS + 1):
@@ -254,8 +249,7 @@ class BlockMap:
         return segments is not None
 
     def evict(self) -> BlockSegment | None:
-        """The segment that goes first, which has left the map; None: there is none, or all are
-        held."""
+        """Take the first segment to go off the map; None: there is none, or all are held."""
         while self.bytes > self.held_bytes:
             is_small = self._small_blocks * self.block * _SMALL_SHARE >= self.limit
             if self._small and (is_small or not self._main):
@@ -305,22 +299,21 @@ class BlockMap:
         return [(segment, segment.have) for queue in (self._small, self._main) for segment in queue]
 
     def restore(self, segments: Iterable[BlockSegment]) -> None:
-        """Take over what an earlier process has known, in the order of ``snapshot``: none of it is
-        checked. Nothing else is in the map."""
+        """Take over an earlier process's ``snapshot``, unchecked, into an empty map."""
         for segment in segments:
             self._enter(segment, segment.is_main)
 
 
 def _masks(first: int, last: int) -> Iterator[tuple[int, int]]:
-    """The segments with these blocks and those between them, by number, each with their mask."""
+    """Segments, by number, of these blocks and those between, each with a mask."""
     for number in range(first // BLOCKS, last // BLOCKS + 1):
         low, high = max(first - number * BLOCKS, 0), min(last - number * BLOCKS, BLOCKS - 1)
         yield number, (1 << high + 1) - (1 << low)
 
 
 def encode(block: int, state: int, segments: Iterable[tuple[BlockSegment, int]]) -> bytes:
-    """A snapshot, without a checksum; ``state``: by which it counts. May run in a thread: a block
-    that has gone meanwhile is in it or not."""
+    """A snapshot without checksum, valid for ``state``. May run in a thread; blocks gone meanwhile
+    may be in it."""
     parts = [b""]
     for segment, have in segments:
         sums = b"".join(segment.sum_of(bit) for bit in range(BLOCKS) if have >> bit & 1)
@@ -332,8 +325,8 @@ def encode(block: int, state: int, segments: Iterable[tuple[BlockSegment, int]])
 
 
 def decode(block: int, state: int, record: bytes) -> list[BlockSegment]:
-    """The segments of a snapshot. Raises ValueError if it is damaged, of blocks of other size, or
-    of another ``state``."""
+    """The segments of a snapshot. Raises ValueError if damaged, or of other block size or
+    ``state``."""
     try:
         *about, count = _HEAD.unpack_from(record)
         if about != [_MAGIC, block, state]:

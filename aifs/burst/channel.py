@@ -1,6 +1,5 @@
-"""Messages between the daemon and its movers: tuples of plain values, pickled, each after its
-length in 8 bytes, over a socket pair.
-"""
+"""Messages between the daemon and its movers over a socket pair: pickled tuples of plain values,
+each after its length in 8 bytes."""
 
 import pickle
 import socket

@@ -1,9 +1,8 @@
-"""A mover process: carries out what the daemon sends it, with servers that it opens itself.
+"""A mover process: carries out the daemon's orders, with servers that it opens itself.
 
-It is started with the number of a socket, over which the daemon tells it first what it needs
-(``Start``), and ends with it. It may be killed at any time: nothing that it makes counts before the
-daemon has put it on record. It keeps descriptors of nothing, and no bytes, from one piece of work
-to the next.
+It gets a socket's number, then what it needs (``Start``), and ends with the socket. It may be
+killed at any time: nothing counts before the daemon has recorded it. It keeps no descriptors and no
+bytes between pieces of work.
 
 Messages from the daemon: ``start``, ``work``, ``go`` (the answer to ``leave``), ``stop``. To it:
 ``ready`` (to work), ``done``, ``leave`` (may a piece be moved?), ``ended`` (so many pieces have),
@@ -44,8 +43,7 @@ class Start(NamedTuple):
     store: str
     """Its uuid."""
     table: tuple[tuple[int, str, str], ...]
-    """Of each server or burst directory: id, address, and why it is left alone; '' if it is
-    not."""
+    """Of each server or burst directory: id, address, and why it is left alone, or ''."""
     threads: int  # see Servers
     patience_s: float  # the same
     hedge_s: float  # the same

@@ -1,13 +1,11 @@
-"""One burst copy: a file of the burst tier that holds all bytes of one file of the filesystem.
+"""One burst copy: a file of the burst tier with all bytes of one file of the filesystem.
 
 It is the object ``(0, id)`` of its burst directory. Its own length and times count: the kernel may
 read and write it without the daemon (passthrough). Calls that take microseconds run on the trio
-thread, as reads that the page cache can answer, and on a memory filesystem also opening and
-writing; all others in the directory's workers.
+thread (reads of the page cache; opening and writing in memory), others in the directory's workers.
 
-There are two descriptors. The one for reading is also used for passthrough, and for leases; the
-other one, for writing, exists only while the daemon writes itself, since a lease is the proof that
-nobody can write.
+One descriptor is for reading, passthrough and leases; the other, for writing, exists only while the
+daemon writes, since a lease proves that nobody can write.
 """
 
 import ctypes
@@ -32,12 +30,10 @@ _FREED_INLINE = 1 << 20  # bytes of memory that may be given back on the trio th
 
 
 class BurstCopy:
-    """All use of one copy by the daemon goes through one of these at a time. Does no I/O before it
-    is asked to.
+    """The daemon's only use of one copy at a time. Does no I/O before it is asked to.
 
-    Reads and writes may overlap. Calls that use worker threads are not cancellable while they do.
-    Every call raises Unavailable, naming directory and path, where the copy is missing or its
-    device fails.
+    Reads and writes may overlap. Calls in worker threads are not cancellable. Every call raises
+    Unavailable, naming directory and path, if the copy is missing or its device fails.
     """
 
     def __init__(
@@ -57,8 +53,7 @@ class BurstCopy:
         self._was_open = fd is not None
         """Whether the copy has been opened since this was made."""
         self.source = 0
-        """The object set whose blocks it was until programs that use it had to see a change; 0: it
-        was made as a copy."""
+        """The object set whose blocks it was until a change; 0: it was made as a copy."""
         self._changes = self._synced_changes = 0  # by us
         self._closing: AbstractContextManager | None = (
             None  # held while what was written is synced, to be closed
@@ -66,8 +61,7 @@ class BurstCopy:
         self._name_in_doubt = fd is None
         """Whether the name may not be durable, as an earlier process made it."""
         self.lost = ""
-        """Why bytes that were written are not durable, though they were synced; '' as long as none
-        are known to be lost."""
+        """Why synced bytes are not durable; '' as long as none are known to be lost."""
         self._busy = 0
         """How many calls in workers use the descriptors."""
         self._closed = False
@@ -94,9 +88,8 @@ class BurstCopy:
 
     @property
     def fd(self) -> int:
-        """For reading; there from ``ensure_open`` to ``close`` or ``close_idle``, which leaves it
-        while the copy is leased, or a call uses it.
-        """
+        """For reading; from ``ensure_open`` to ``close`` or ``close_idle``, which leaves a leased
+        or used copy."""
         assert self._fd is not None
         return self._fd
 
@@ -115,9 +108,8 @@ class BurstCopy:
             await self._do(files.close_file, writer)
 
     def lease(self) -> bool:
-        """Whether nobody has the copy open or mapped for writing, and from now on nobody will
-        unnoticed. A program that opens it for writing waits until ``unlease``, up to 45 s. Does not
-        block."""
+        """Whether nobody has the copy open or mapped for writing, nor unnoticed from now on: a
+        program that opens it to write waits for ``unlease``, up to 45 s. Does not block."""
         if not self._leased:
             fd = self.open_now()
             self._leased = self.device.call("lease", self._key, take_read_lease, fd)
@@ -133,15 +125,12 @@ class BurstCopy:
         return self._leased and is_whole(self.fd)
 
     def unlease(self) -> bool:
-        """Give up the lease; returns whether it has held from ``lease`` until now. Does not
-        block.
-        """
+        """Give up the lease; whether it has held until now. Does not block."""
         held, self._leased = self._leased, False
         return held and drop_lease(self.fd)
 
     def open_now(self) -> int:
-        """As ``ensure_open``, in the thread that calls, a worker of the device; the descriptor for
-        reading."""
+        """``ensure_open`` in a worker of the device; returns the descriptor for reading."""
         with self.device.lock_of(self.id):
             if self._fd is None:
                 self._fd = self._open(write=False)
@@ -166,19 +155,13 @@ class BurstCopy:
         return fd
 
     def close(self, removed: bool = False) -> None:
-        """Give up the descriptors, once no call uses them any more. Nothing is synced. Does not
-        block.
-
-        ``removed``: the copy has no name any more, so that closing it frees its space, which takes
-        long.
-        """
+        """Give up the descriptors, once unused. Nothing is synced. Does not block. ``removed``: the
+        copy has no name any more; closing it frees its space, which takes long."""
         self._closed, self._removed = True, removed
         self._close_unused()
 
     def close_idle(self) -> int:
-        """Give up the descriptors until they are needed again, unless a call uses them, or a lease;
-        how many. Does not block.
-        """
+        """Give up the descriptors until needed, unless used or leased; how many. Does not block."""
         if self._busy or self._leased:
             return 0
         fds, self._fd, self._writer = (self._writer, self._fd), None, None
@@ -202,7 +185,7 @@ class BurstCopy:
                     self.device.close_object(fd, self._removed)
 
     async def _do(self, function: Callable[..., Any], *args: Any) -> Any:
-        """On the trio thread where it cannot wait for a device, else in a worker."""
+        """On the trio thread if it cannot wait for a device, else in a worker."""
         return function(*args) if self.device.may_inline else await self._work(function, *args)
 
     async def _work(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -223,9 +206,7 @@ class BurstCopy:
         return self.device.call("stat", self._key, os.stat, path)
 
     async def read(self, offset: int, length: int) -> memoryview:
-        """``length`` bytes, fewer at the copy's end. The memory is reused once no view of it is
-        left.
-        """
+        """``length`` bytes, fewer at the end. The memory is reused once no view is left."""
         fd = await self.ensure_open()
         length = min(length, self.stat().st_size - offset)
         if length <= 0:
@@ -236,18 +217,16 @@ class BurstCopy:
         return buffer[: await self._do(self.device.read, self._key, fd, buffer, offset)]
 
     async def resident(self, step: int) -> list[int] | None:
-        """How many pages of each ``step`` bytes are in memory; None where the system does not say.
-        Reads of a passed-through file get there, without any request to the daemon."""
+        """Pages of each ``step`` bytes in memory; None if unknown. Passed-through reads bring them
+        there."""
         fd = await self.ensure_open()
         work = resident, fd, self.stat().st_size, step
         return await self._do(self.device.call, "resident", self._key, *work)
 
     def may_be_written_unseen(self) -> bool:
-        """Whether a program that has it mapped may go on to write where it has written before, and
-        ``stat`` tells the same mtime afterwards: the kernel changes that when a page becomes
-        writable, which it stays until it has been written back. On a memory filesystem it stays so
-        for ever. Of a copy that has been opened. Does not block.
-        """
+        """Whether a mapping may go on writing with the same mtime: the kernel changes it when a
+        page becomes writable, which lasts until write-back, and for ever in memory. The copy was
+        opened. Does not block."""
         return (
             self.device.may_inline
             or self._fd is None
@@ -255,9 +234,8 @@ class BurstCopy:
         )
 
     async def write(self, offset: int, data: bytes | memoryview) -> None:
-        """All of ``data`` is in the page cache on return. Raises NoSpace, QuotaExceeded: any part
-        may be, then.
-        """
+        """Write all of ``data`` to the page cache. Raises NoSpace, QuotaExceeded: then any part may
+        be written."""
         await self._do(self.write_now, offset, data)
 
     def write_now(self, offset: int, data: bytes | memoryview) -> None:
@@ -272,8 +250,8 @@ class BurstCopy:
         self.device.call("write", self._key, files.append, self._open_writer(), data)
 
     def written(self) -> None:
-        """Another one has written to it: so it is synced before its descriptors are given up, as a
-        later one may not learn that the system has failed to write bytes back."""
+        """Another writer wrote: sync before descriptors are given up, because later ones may not
+        learn of failed write-backs."""
         self._changes += 1
 
     async def truncate(self, size: int) -> None:
@@ -286,9 +264,7 @@ class BurstCopy:
         self.device.truncate(self._key, self._open_writer(), size)
 
     def fill_now(self, parts: Sequence[tuple[int, memoryview]], size: int) -> None:
-        """Write the parts of an empty copy, in a worker of the device, which then has ``size``
-        bytes and no writer.
-        """
+        """Write an empty copy's parts in a worker; it then has ``size`` bytes and no writer."""
         fd = self._open(write=True)
         try:
             for offset, data in parts:
@@ -298,9 +274,7 @@ class BurstCopy:
             files.close_file(fd)
 
     async def allocate(self, mode: int, offset: int, length: int) -> None:
-        """fallocate(2), modes as in core.files. Raises NoSpace; NotSupported where the filesystem
-        cannot.
-        """
+        """fallocate(2), modes as in core.files. Raises NoSpace; NotSupported by the filesystem."""
         await self._work(self._allocate, mode, offset, length)
 
     def _allocate(self, mode: int, offset: int, length: int) -> None:
@@ -308,9 +282,7 @@ class BurstCopy:
         self.device.call("write", self._key, _allocate, writer, mode, offset, length)
 
     async def copy_range(self, source: "BurstCopy", offset: int, to: int, length: int) -> int:
-        """Copy bytes from ``offset`` of ``source`` to ``to``; returns how many, fewer only at the
-        end of ``source``.
-        """
+        """Copy bytes from ``offset`` of ``source`` to ``to``; how many, fewer only at its end."""
         await source.ensure_open()
         source._busy += 1
         try:
@@ -325,9 +297,8 @@ class BurstCopy:
         )
 
     async def seek(self, offset: int, whence: int) -> int:
-        """lseek(2) with SEEK_DATA or SEEK_HOLE. Raises NoSuchAddress behind the last data, or the
-        end.
-        """
+        """lseek(2) with SEEK_DATA or SEEK_HOLE. Raises NoSuchAddress behind the last data, or
+        end."""
         await self.ensure_open()
         return await self._work(self.device.call, "seek", self._key, _seek, self.fd, offset, whence)
 
@@ -347,11 +318,8 @@ class BurstCopy:
     # --- durability ---
 
     async def sync(self) -> None:
-        """All bytes written before, by anyone, the length and the name are durable on return.
-
-        Where the system has failed to write bytes back, it forgets them: then this fails each time
-        it is called.
-        """
+        """Make all earlier bytes, by anyone, length and name durable. Fails each time once the
+        system has failed to write bytes back."""
         await self._do(self._sync)
 
     def _sync(self) -> None:
@@ -416,11 +384,10 @@ def _seek(fd: int, offset: int, whence: int) -> int:
 
 
 def take_read_lease(fd: int) -> bool:
-    """Lease a file (``fd`` is open for reading alone); False if it is open, or mapped, for writing
-    anywhere.
+    """Lease a file (``fd`` is read-only); False if it is open, or mapped, for writing.
 
-    The system breaks the lease when somebody opens the file for writing, after up to 45 s in which
-    that one waits. The signal that it announces this with is one that does no harm.
+    When somebody opens it to write, the system ends the lease after up to 45 s of waiting. The
+    signal for this is one that does no harm.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # the usual one, SIGIO, kills
@@ -431,9 +398,7 @@ def take_read_lease(fd: int) -> bool:
 
 
 def is_used(fd: int) -> bool:
-    """Whether a file is open or mapped, also for reading alone, except by ``fd``. False where the
-    system does not say.
-    """
+    """Whether a file is open or mapped, also read-only, besides ``fd``. False if unknown."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -474,9 +439,7 @@ class _Answer(ctypes.Structure):
 
 
 def resident(fd: int, size: int, step: int) -> list[int] | None:
-    """How many pages of each ``step`` bytes are in memory; None where the system does not tell.
-    Raises OSError.
-    """
+    """Pages of each ``step`` bytes in memory; None if unknown. Raises OSError."""
     found = []
     for offset in range(0, size, step):
         if (answer := _ask(fd, offset, step)) is None:
@@ -486,16 +449,15 @@ def resident(fd: int, size: int, step: int) -> list[int] | None:
 
 
 def is_dirty(fd: int) -> bool:
-    """Whether a page of the file may be in memory and not on its device: all those of which it was
-    have been written back, and a write by a mapping changes the file's mtime once more.
-    Takes 1 us for a small file, 100 us for 1 GiB that is cached. Raises OSError.
-    """
+    """Whether pages in memory may differ from the device; if not, a later write by a mapping
+    changes the mtime. Takes 1 us for a small file, 100 us for 1 GiB in the cache. Raises
+    OSError."""
     answer = _ask(fd, 0, 0)
     return answer is None or answer.dirty + answer.writeback > 0
 
 
 def _ask(fd: int, offset: int, length: int) -> _Answer | None:
-    """Of a range; ``length`` 0: up to the end. None where the system does not tell."""
+    """Of a range; ``length`` 0: up to the end. None if unknown."""
     asked, answer = _Range(offset, length), _Answer()
     if library().syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(answer), 0):
         number = ctypes.get_errno()

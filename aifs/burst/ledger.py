@@ -1,6 +1,5 @@
-"""The copies in the burst tier: how many bytes are dirty and clean on each device, and which copies
-may be evicted; and the room on one device. Arithmetic alone: others look at the disk.
-"""
+"""The copies in the burst tier: dirty and clean bytes on each device, candidates for eviction; and
+the room on a device. Arithmetic alone."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -58,12 +57,8 @@ class _Copy:
 
 
 class Ledger:
-    """The state of each copy, by id. All operations take constant time, ``victims`` as long as its
-    answer.
-
-    A copy may be said to be open or pinned before it is said to be dirty or clean, and stays so
-    after that; ``gone`` forgets it all.
-    """
+    """The state of each copy, by id, in constant time (``victims``: by its answer). Open or pinned
+    may come before dirty or clean, and stays; ``gone`` forgets all."""
 
     def __init__(self) -> None:
         self.drained_bytes = 0
@@ -121,9 +116,7 @@ class Ledger:
         self._enter(copy_id, copy)
 
     def gone(self, copy_id: int) -> tuple[int, int] | None:
-        """The copy belongs to no file any more. Returns its device and bytes, if they were
-        known.
-        """
+        """The copy is no file's any more. Returns its device and bytes, if known."""
         copy = self._copies.pop(copy_id, None)
         if copy is None:
             return None
@@ -174,9 +167,7 @@ class Ledger:
                 copy.totals.oldest_first.move_to_end(copy_id)
 
     def victims(self, server: int, wanted: int) -> list[int]:
-        """Ids of copies of together at least ``wanted`` bytes, or all there are; least recently
-        used first.
-        """
+        """Ids of least recently used copies of ``wanted`` bytes together, or all."""
         chosen = []
         for copy_id, length in self.of(server).oldest_first.items():
             if wanted <= 0:
@@ -228,20 +219,17 @@ class Ledger:
 
 _RESERVE_PART = 0.05
 _EVICT_AT = 0.75
-"""Where between the low mark and the high one eviction begins, so that clean copies keep no new
-file out.
-"""
+"""Where eviction begins between the marks, so that clean copies keep no new file out."""
 
 _FULL = 1 << 20
 """Bytes left with which a device is called full."""
 
 
 class Device:
-    """Figures of one device: its filesystem as last seen, and all changes since that are known.
+    """One device: its filesystem as last seen, and all known changes since.
 
-    The marks are fractions of the filesystem, and of the device's ``share`` in bytes where the
-    configuration limits it: the one that is nearer to being full counts. Space that others use on
-    the filesystem counts as used; that of clean blocks, which give way, counts as free.
+    The marks are fractions of the filesystem, and of a configured ``share`` of the device in bytes;
+    the fuller one counts. Others' use counts as used, clean blocks, which give way, as free.
     """
 
     def __init__(
@@ -275,13 +263,9 @@ class Device:
         self._leaving_bytes = 0
         """All of these together."""
         self._calm_used = -1
-        """While copies take no more than this, in bytes, no mark can have been passed. -1: not
-        known.
-        """
+        """Bytes of copies up to which no mark can have been passed. -1: unknown."""
         self._full = False
-        """Nothing was free above the reserve when it was last looked at, and the log has said
-        so.
-        """
+        """Nothing was free above the reserve at the last look, as logged."""
 
     # --- what happens ---
 
@@ -365,9 +349,7 @@ class Device:
 
     @property
     def calm(self) -> bool:
-        """Whether copies are below the low mark, as is known from the last look: then all else need
-        not be worked out.
-        """
+        """Whether copies are below the low mark by the last look: the rest need not be computed."""
         totals = self.totals
         return (
             totals.dirty + totals.clean + self._leaving_bytes <= self._calm_used
@@ -375,7 +357,7 @@ class Device:
         )
 
     def _up_to(self, mark: float) -> int:
-        """Bytes that are missing to a mark; negative above it."""
+        """Bytes missing to a mark; negative above it."""
         room = self._available_now() - int((1 - mark) * self._size)
         if self.share:
             room = min(room, int(mark * self.share) - self.used)
@@ -394,20 +376,19 @@ class Device:
         return self._up_to(self._config.high_water) - self._promised_bytes()
 
     def room_for_blocks(self) -> int:
-        """Bytes that clean blocks may take: all that is free below the low mark; if their share is
-        more, that share, up to where eviction begins."""
+        """Bytes for clean blocks: those free below the low mark, or their share if larger, up to
+        where eviction begins."""
         below = self._up_to(self._config.low_water)
         room = max(below, min(self._block_share(), self._up_to(self._evict_mark)))
         return max(0, min(room, self._room()) - self._promised_bytes())
 
     def _block_share(self) -> int:
-        """Half of what clean copies and blocks have together: for these, copies give way."""
+        """Half of clean copies and blocks together; copies give way for it."""
         return max(0, self._up_to(self._config.low_water) + self.totals.evictable) // 2
 
     def admits(self, expected: int, must: bool = False) -> bool:
-        """Whether a new file of that size may go here; ``must``: one that can go nowhere else,
-        which may pass the high mark.
-        """
+        """Whether a new file of this size may go here; ``must``: nowhere else, so above the high
+        mark."""
         if self.calm and not expected:
             return self.usable
         return self.room_for(expected, must) > 0
@@ -425,18 +406,13 @@ class Device:
         return low + _EVICT_AT * (high - low)
 
     def lacks(self, size: int) -> int:
-        """Bytes of clean copies that are to be evicted for a new file of that size, as far as there
-        are so many.
-        """
+        """Bytes of clean copies to evict for a new file of this size, if there are as many."""
         missing = size + 1 - self.room() - self._leaving_bytes
         return max(0, min(missing, self.totals.evictable))
 
     def may_come_to_admit(self, size: int, held: int) -> bool:
-        """Whether a new file of that size will have room when all has been drained and evicted,
-        except pinned copies, and ``held`` bytes of the rest.
-
-        Files that drains have open count as room, too: they give it back.
-        """
+        """Whether a new file of this size will have room after all drains and evictions, except
+        pinned copies, and ``held`` bytes. Files open in drains count as room."""
         coming = self.used - self.totals.pinned - held
         return self.usable and self.room() + coming > size
 
@@ -464,9 +440,7 @@ class Device:
         return 0.0 if dirty <= low else (dirty - low) / (high - low)
 
     def excess(self) -> int:
-        """Bytes of clean copies that are to be evicted, down to the low mark; 0 before it is time
-        to.
-        """
+        """Bytes of clean copies to evict down to the low mark; 0 until it is time."""
         if not self.totals.evictable or self.calm:
             return 0
         leaving = self._leaving_bytes - min(self.block_bytes(), self._block_share())
@@ -476,8 +450,7 @@ class Device:
         return max(0, min(excess, self.totals.evictable))
 
     def status(self) -> dict[str, Any]:
-        """For ``aifs status``; bytes, why new files are not admitted ('' if they are), and
-        why it fails ('' if it does not)."""
+        """For ``aifs status``; bytes, why new files are not admitted, and its fault, or ''."""
         limit = min(self._size, self.share) if self.share else self._size
         return {
             "id": self.server.number,

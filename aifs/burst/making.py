@@ -1,10 +1,9 @@
 """The product of a change of form, as a plain value, and the code that makes it.
 
-A ``Making`` holds all that is needed to copy the bytes of a file to a new place: where they are,
-with the checksums that they should have, and where they go, under an id that was never used. It
-consists of numbers, bytes, tuples and layouts, so it can be handed to another process, which opens
-everything else itself (``MakingTools``), and needs no metadata. Nothing that is made counts: the
-target is garbage on record before, and only the flip afterwards changes that (files/transitions).
+A ``Making`` has all to copy a file's bytes: their places and checksums, and the target, under an id
+never used. It consists of numbers, bytes, tuples and layouts, for another process, which opens the
+rest itself (``MakingTools``), without metadata. The target stays garbage on record until the flip
+(files/transitions).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +50,7 @@ Origin = Copy | InObjects | InChunks
 """Where all bytes of a file are, which nobody changes. A Copy is a burst copy."""
 
 Target = Copy | NewObjects | None
-"""Where they go. A burst copy exists, and is empty. None: they are few, and are asked for
-themselves."""
+"""The target. A burst copy exists, and is empty. None: few bytes, which are returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +71,12 @@ class Making:
 
 @dataclass(frozen=True, slots=True)
 class ColumnMaking:
-    """Make the object of a column whole on a server: from where it lies, or from the other columns.
-    It may be there already, and is made right then."""
+    """Make a column's object whole on a server, from where it lies, or from other columns; also if
+    it is there."""
 
     origin: InObjects
-    """All columns, as they lie. With inode number 0 they are a container's, which has no
-    checksums: its chunks have."""
+    """All columns, as they lie. With inode number 0, a container's, whose chunks have the
+    checksums."""
     size: int
     """Of the file, or the container."""
     column: int
@@ -86,8 +84,7 @@ class ColumnMaking:
     server: int
     """Where it is to be."""
     live: tuple[tuple[int, int], ...] | None = None
-    """Start and end of all chunks of a container that files need. None: it is not known, and Untold
-    is raised for lost bytes, whether or not a file needs them."""
+    """Start and end of needed chunks of a container. None: unknown; lost bytes raise Untold."""
 
 
 class Made(NamedTuple):
@@ -115,8 +112,7 @@ def never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MakingTools:
-    """The tools of a process for makings. All except ``servers`` and ``mover`` are for a process
-    that does other things, too."""
+    """A process's tools for makings; all except ``servers`` and ``mover`` have other users."""
 
     servers: Servers
     mover: Mover
@@ -126,8 +122,8 @@ class MakingTools:
     verify: bool = False
     """Whether programs that read get checked bytes alone, from caches of their own."""
     on_damage: Callable[[Striped, int, int, int], None] = _ignore
-    """Told of columns whose bytes turn out to be missing or wrong, as layout, oid, inode number and
-    column. Does not block."""
+    """Called for missing or wrong columns with layout, oid, inode number and column. Does not
+    block."""
 
     @contextmanager
     def opened(self, origin: InObjects | InChunks) -> Iterator[Source]:
@@ -180,11 +176,11 @@ class MakingTools:
 async def carry_out(
     making: Making | ColumnMaking, tools: MakingTools, cancelled: Callable[[], bool] = never
 ) -> Made | None:
-    """Make the target. None if ``cancelled`` was true meanwhile, even for a moment; it is asked
-    between pieces: then, and where this raises, part of the target may have been made.
+    """Make the target. None if ``cancelled`` was ever true, as asked between pieces: then, and
+    after errors, part of the target may exist.
 
-    Raises NoSpace, QuotaExceeded, Unavailable; Untold for bytes that are not those that were
-    stored; TargetFails where a column cannot be written.
+    Raises NoSpace, QuotaExceeded, Unavailable; Untold for bytes other than stored; TargetFails for
+    an unwritable column.
     """
     if isinstance(making, ColumnMaking):
         return await _make_column(making, tools, cancelled)
@@ -260,7 +256,7 @@ async def _make_column(
 
 
 def _opened_copy(tools: MakingTools, place: Copy) -> BurstCopy:
-    """Opened when it is first used."""
+    """Opened at first use."""
     return BurstCopy(tools.servers[place.server], place.id, tools.servers.buffers)
 
 

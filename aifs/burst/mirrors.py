@@ -47,10 +47,9 @@ class Mirrors:
         return policy.mirror > 0 and inode.in_burst
 
     async def keep(self, inode: Inode, copy: BurstCopy) -> None:
-        """A copy that has been synced has a mirror on return, durably, of all that was written to
-        it before; or the file has left it meanwhile; or it is in ``lacking``, as no other host
-        takes it, which is logged once. Raises Unavailable where the copy fails.
-        """
+        """Give a synced copy a durable mirror of all earlier writes, unless the file has left it;
+        without a host for it, it is in ``lacking``, logged once. Raises Unavailable if the copy
+        fails."""
         if not self.wants(inode):
             return
         await copy.ensure_open()
@@ -100,7 +99,7 @@ class Mirrors:
         return self.lacking
 
     async def _is_kept(self, name: str, ino: int, place: Copy, now: MirrorOf) -> bool:
-        """Whether a host has a mirror of this on return; False: it is not the file any more."""
+        """Whether a host has a mirror now; False: it is not the file any more."""
         is_late = False
         while True:
             # A host that cannot be reached may be there for the others, for as long as it lives.
@@ -129,6 +128,5 @@ class NoMirrors(Mirrors):
 
 
 def _has_copy(tx: ReadTransaction, ino: int, place: Copy) -> bool:
-    """Whether the copy is the file."""
     inode = namespace.find_inode(tx, ino)
     return inode is not None and inode.in_burst and inode.copy == place

@@ -1,9 +1,6 @@
-"""Processes for work on the bytes of the store: reading, hashing, coding, writing, syncing them.
-
-What is to be done is a plain value, and a function of a module that does it: so it can be done
-anywhere, in the daemon or in a mover process (pool.py). The daemon decides what has to be done, and
-puts on record what has been.
-"""
+"""Processes for work on bytes: reading, hashing, coding, writing, syncing. A plain value and a
+module's function say what is done, in the daemon or a mover (pool.py); the daemon decides, and
+records."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -17,10 +14,9 @@ from aifs.core.budget import OverBudget
 Value = TypeVar("Value")
 Result = TypeVar("Result")
 Function = Callable[[Value, MakingTools, Callable[[], bool]], Awaitable[Result]]
-"""Does what a value says. It is defined in a module, and uses nothing but the tools. Values,
-results and errors can be pickled. What it does may be done twice, or half and then again. The last
-argument says whether the work is not wanted any more, and is asked now and then; Mover.begin is
-what asks the daemon for that, and for leave to go on."""
+"""A module's function that does what a value says, with the tools alone. Values, results and errors
+can be pickled. It may run twice, or half and then again. The last argument, asked now and then,
+says whether the work is unwanted; Mover.begin asks the daemon, also for leave to go on."""
 
 
 class Movers:
@@ -33,8 +29,8 @@ class Movers:
         self._pool = pool
 
     async def call(self, function: Callable[[Value], Result], value: Value) -> Result:
-        """``function(value)``, which takes the processor, such as to look into what users have
-        written. It is in a thread if there is no process for it. Raises as ``carry_out``."""
+        """``function(value)``, which takes processor time, in a process, or else a thread. Raises
+        as ``carry_out``."""
         return await self.carry_out(_call, (function, value))
 
     async def carry_out(
@@ -44,11 +40,8 @@ class Movers:
         cancelled: Callable[[], bool] = never,
         here: bool = False,
     ) -> Result:
-        """What ``function`` makes of ``value``. ``here``: in this process, whose caches it needs.
-
-        When this is cancelled, the work has ended on return. Raises what the function raises;
-        Unavailable.
-        """
+        """What ``function`` makes of ``value``. ``here``: in this process, for its caches.
+        Cancelled, the work has ended on return. Raises errors of the function; Unavailable."""
         if not here and self._pool is not None and self._pool.is_open:
             try:
                 return await self._pool.carry_out(function, value, self.tools, cancelled)

@@ -1,16 +1,12 @@
-"""Mover processes: they read, hash, code, write and sync, so that the daemon's interpreter is there
-for requests.
+"""Mover processes: they read, hash, code, write and sync, to spare the daemon's interpreter.
 
-A process is started when there is work for it, and ends when it has had none for a while. It may be
-killed at any time: what it was doing is then done by another one, once the system says that it is
-gone. It knows nothing of the metadata. The daemon keeps what all of them share: it lets each piece
-of work go on (limits, writers before drains), and knows the health of the servers, and who has the
-memory that a process moves bytes in: it is reserved as long as the process lives.
+A process starts for work, and ends when idle for a while. If it is killed, another one repeats its
+work once the system has confirmed its end. It knows no metadata. The daemon keeps shared state:
+limits on each piece, health of servers, and memory, reserved as long as the process lives.
 
-They have the processor when nobody else wants it (SCHED_IDLE), except while one starts that has
-been given work, and while somebody waits for what one of them does. A thread may leave that class
-only with CAP_SYS_NICE, or a limit for it (RLIMIT_NICE): without these, processes are like all
-others.
+They run when nobody else wants the processor (SCHED_IDLE), except while starting with work, and
+while somebody waits. To leave that class takes CAP_SYS_NICE, or RLIMIT_NICE: without these,
+processes are like all others.
 """
 
 import logging
@@ -94,7 +90,7 @@ class Pool:
         kept: Iterable[int] = (),
     ) -> None:
         """``limit``: of processes, 0 for none. ``store``, ``threads``, ``hedge_s``: see Servers.
-        ``kept``: descriptors that each of them holds as long as it lives."""
+        ``kept``: descriptors that each holds."""
         budget = servers.budget
         self.limit = min(limit, budget.total // _MEMORY_SHARE // _MEMORY_MIN)
         """How many processes there are at most."""
@@ -129,8 +125,7 @@ class Pool:
 
     @property
     def is_open(self) -> bool:
-        """Whether the current task may have work done here. A task that does not give up calls to
-        servers waits itself for those that hang."""
+        """Whether the current task may have work done here: not one that waits for hung servers."""
         if not self.is_running or trio.current_time() < self._retry_at_s:
             return False
         return gives_up() or not any(server.hangs for server in self._servers.values())
@@ -171,8 +166,7 @@ class Pool:
         tools: MakingTools,
         cancelled: Callable[[], bool],
     ) -> Any:
-        """See Movers. Raises OverBudget for what needs more memory at once than a process has,
-        NoProcess."""
+        """See Movers. Raises OverBudget for more memory than a process has, NoProcess."""
         work = pickle.dumps((function, value), pickle.HIGHEST_PROTOCOL)
         for _ in range(_DEATHS_MAX):
             if not self.is_running:
@@ -238,8 +232,8 @@ class Pool:
                 self._awake = trio.Event()
 
     def _give_back(self, size: int) -> None:
-        """Work waits for memory: idle processes end; the others do when their work is done, where
-        there will never be enough besides theirs. Else they end soon by themselves."""
+        """Work waits for memory: end idle processes, and busy ones after their work if memory would
+        never suffice beside them."""
         budget = self._servers.budget
         if not budget.short:
             return
@@ -251,7 +245,7 @@ class Pool:
     def _start(
         self, table: tuple[tuple[int, str, str], ...]
     ) -> tuple[subprocess.Popen, int, Channel]:
-        """The process, a pidfd of it, and our end of its socket. Raises OSError."""
+        """The process, its pidfd, and our end of its socket. Raises OSError."""
         with ExitStack() as stack:
             ours, theirs = socket.socketpair()
             stack.callback(ours.close)
@@ -557,8 +551,7 @@ def _result_of(answer: bytes, is_error: bool, trace: str) -> Any:
 
 
 def may_leave_idle() -> bool:
-    """Whether threads of ours that have the processor only when nobody wants it can be made like
-    others again."""
+    """Whether our threads can leave the idle class of scheduling again."""
     answer = []
 
     def ask() -> None:

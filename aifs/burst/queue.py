@@ -1,6 +1,4 @@
-"""Which undrained files are drained next, and when. Pure: times are seconds of one clock, given by
-the caller.
-"""
+"""Which undrained files are drained next, and when. Pure: callers give times of one clock (s)."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -20,12 +18,10 @@ _MOVED_MAX = 2 * BATCH_FILES
 """That become ready at a time: many may at the same moment."""
 
 _COST = 20
-"""A file that is drained again waits so many times as long as its drain takes at the best rate that
-was seen."""
+"""A redrained file waits so many times its drain's time at the best rate seen."""
 
 _GROWTH, _GROWN_MAX = 4, 3
-"""Each further drain waits so many times as long as the one before it, but not more often than
-this."""
+"""Each further drain waits so many times longer, at most so often."""
 
 _PAUSED_MAX = 0.9
 """It waits at most this part of the deadline, so that it is drained before that."""
@@ -54,9 +50,7 @@ class Rank(IntEnum):
 
 @dataclass(slots=True)
 class QueueEntry:
-    """A file that is not drained yet. It is *ready* if it is ``due``, and *held* while
-    ``withheld``.
-    """
+    """An undrained file: *ready* if ``due``, *held* while ``withheld``."""
 
     ino: int
     """Its inode number."""
@@ -85,11 +79,10 @@ class QueueEntry:
 
 
 class Queue:
-    """All undrained files that have been closed.
+    """All closed undrained files.
 
-    Each is in one of four states: *ready* (by rank, then the oldest first), *later*, *held* (open
-    for writing, until ``closed``, or withheld, until ``give_back``) or *taken*. Every method takes
-    O(log n) for each file that it touches, spread over many.
+    Each is *ready* (by rank, then age), *later*, *held* (open for writing, until ``closed``, or
+    withheld, until ``give_back``) or *taken*. Methods take O(log n) a file.
     """
 
     def __init__(self, delay_s: float, deadline_s: float) -> None:
@@ -137,9 +130,7 @@ class Queue:
     # --- what comes in ---
 
     def add(self, ino: int, size: int, since: float, now: float) -> None:
-        """A file that an earlier mount has left undrained; before all else, the oldest file
-        first.
-        """
+        """Add a file that an earlier mount left, before all others, the oldest first."""
         if ino not in self._entries:
             self._insert(QueueEntry(ino, size, since, now))
 
@@ -160,9 +151,8 @@ class Queue:
         return entry.ready_at
 
     def withhold(self, ino: int, size: int, now: float) -> bool:
-        """As ``closed``, but somebody else is going to drain it. False if somebody waits for it, so
-        that nothing changes.
-        """
+        """``closed``, but drained by the caller. False, with no change, if somebody waits for
+        it."""
         entry = self._entries.get(ino)
         if entry is None:
             entry = QueueEntry(ino, size, now, _NEVER, withheld=True)
@@ -203,12 +193,9 @@ class Queue:
         return self.unlinked(ino)
 
     def prefer(self, inos: Iterable[int], rank: Rank, now: float) -> float:
-        """Drain these earlier than usual; for requested ones nothing is waited for, for published
-        ones nothing but ``delay_s``. Returns when the first of them may be drained that had to wait
-        longer.
-
-        Unknown ones count as requested now: they may be open still.
-        """
+        """Drain these earlier: requested ones at once, published ones after ``delay_s``. Returns
+        when the first of those that had to wait longer may be drained. Unknown ones count as
+        requested, and may be open."""
         first = _NEVER
         for ino in inos:
             entry = self._entries.get(ino)
@@ -239,8 +226,7 @@ class Queue:
         return True
 
     def hurry(self, now: float, wait_s: float = 0.0) -> None:
-        """All that wait only because they were closed, or drained, not long ago may be drained in
-        ``wait_s`` at the latest."""
+        """Let files that wait after a close or drain be drained within ``wait_s``."""
         for item in list(self._later):
             entry = self._placed(item)
             if entry is not None and item[0] > now + wait_s and not entry.failures:
@@ -256,9 +242,7 @@ class Queue:
     # --- what goes out ---
 
     def take(self, now: float) -> list[QueueEntry]:
-        """The next files to drain, in order: many small ones, or one large one; empty if none is
-        ready.
-        """
+        """The next files in order: many small ones, or one large one; empty if none is ready."""
         later, ready = self._later, self._ready
         moved = 0
         while later and later[0][0] <= now and moved < _MOVED_MAX:
@@ -283,9 +267,7 @@ class Queue:
         return batch
 
     def done(self, ino: int, now: float) -> bool:
-        """It is drained, or gone; False if it has to be looked at once more, since it was closed
-        meanwhile.
-        """
+        """It is drained, or gone; False if it was closed meanwhile, and is looked at again."""
         entry = self._entries[ino]
         if entry.again:
             self.again(ino, now)
@@ -294,9 +276,7 @@ class Queue:
         return True
 
     def retry(self, ino: int, now: float) -> float:
-        """It cannot be drained at present: again after a while, which it returns, longer each
-        time.
-        """
+        """Retry it after a while, longer each time; returns seconds."""
         entry = self._entries[ino]
         pause_s = min(_BACK_OFF_MIN_S * 2**entry.failures, _BACK_OFF_MAX_S)
         self._give_back(entry, now + pause_s, min(entry.failures + 1, 16))
@@ -317,13 +297,11 @@ class Queue:
     # --- files that change again and again ---
 
     def wrote(self, ino: int, seconds: float, now: float) -> None:
-        """A drain of the file has ended, before ``done`` or ``again``, perhaps in vain, since the
-        file has been changed meanwhile. Its bytes are worth ``seconds`` of the rate that drains can
-        have.
+        """A drain has ended, maybe in vain, before ``done`` or ``again``. Its bytes are worth
+        ``seconds`` of the rate that drains can have.
 
-        The next one may begin after 20 times as many seconds, so drains of one file cost at most a
-        twentieth of that rate. Where drains go on to follow each other, that grows to 80, 320 and
-        1,280 times as many; it is below the deadline always.
+        The next may begin after 20 times as many seconds: at most a twentieth of that rate.
+        Repeated drains wait 80, 320 and 1,280 times as long, but always less than the deadline.
         """
         entry, last = self._entries[ino], self._drains.pop(ino, None)
         times = 0
@@ -337,8 +315,7 @@ class Queue:
             self._drains.popitem(last=False)
 
     def paused(self, now: float) -> dict[int, float]:
-        """When each of the files may be drained that wait longer than usual, because they were
-        drained not long ago; by inode number."""
+        """By inode number, when files that wait after a recent drain may be drained."""
         found = {}
         for ino in self._drains:
             entry = self._entries.get(ino)
@@ -405,6 +382,5 @@ class Queue:
                 heapify(heap)
 
     def _placed(self, item: tuple[Any, ...]) -> QueueEntry | None:
-        """The file that something in a heap is about, if it counts still."""
         entry = self._entries.get(item[-2])
         return entry if entry is not None and entry.placed == item[-1] else None

@@ -1,5 +1,5 @@
-"""Files whose *home* is another host: their burst copies there are read over the network, and files
-that are open for writing there are changed by way of it."""
+"""Files whose *home* is another host: their burst copies are read over the network, and files open
+for writing there are changed by way of it."""
 
 import enum
 import math
@@ -24,13 +24,12 @@ READ, GIVE_UP, CARRY_OUT, SYNC = "burst.read", "burst.give_up", "burst.carry_out
 DROP = "burst.drop"
 EVICT, SHOW = "burst.evict", "burst.show"
 REQUEST_DRAIN, DRAIN = "burst.request_drain", "burst.drain"
-"""Services of a home: see files/home.py, saves/ready.py and vfs/burst_hints.py. The
-request for a drain is pushed."""
+"""Services of a home: see files/home.py, saves/ready.py, vfs/burst_hints.py. Requests are
+pushed."""
 
 
 class Operation(str, enum.Enum):
-    """Operations of a home on a file, for another host that has joined its writers. Behind each are
-    its arguments."""
+    """Operations of a home on a file for a joined host, and their arguments."""
 
     READ = "read"
     """Offset and length; answered with the bytes."""
@@ -85,10 +84,9 @@ class Homes:
         return RemoteCopy(self, place, ino, self._servers.buffers)
 
     async def read(self, copy: "RemoteCopy", offset: int, memory: memoryview) -> int:
-        """Fill ``memory`` from ``offset`` on; how many bytes there were. Raises Stale if the file
-        has its bytes elsewhere by now, which is on record here then; Unavailable, which names the
-        host and the file, if its home does not answer.
-        """
+        """Fill ``memory`` from ``offset`` on; returns the bytes read. Raises Stale if the bytes are
+        elsewhere now, on record here; Unavailable, naming host and file, if its home does not
+        answer."""
         wanted = [*copy.place, copy.ino, offset, len(memory)]
 
         async def call(name: str) -> int:
@@ -106,15 +104,12 @@ class Homes:
     ) -> int:
         """Ask ``host`` to give up a file that it changes, or keeps in its burst directory.
 
-        Returns 0 when the file is on the data servers, and no host owns it, which is on record
-        here. Otherwise it is in use there, and this host has joined its writers: the number to
-        ``leave`` by, which is greater than those that were given before.
+        Returns 0 if the file is on the data servers, and no host's, on record here. Otherwise this
+        host has joined its writers there: the ascending number to ``leave`` by.
 
-        ``is_emptied``: its bytes are not needed any more. ``place``: its copy there, as far as the
-        caller knows; None: it is changed in place. ``waits``: for a host that cannot be asked at
-        present.
-
-        Raises Stale if the host is not its home any more; Unavailable, which names it.
+        ``is_emptied``: its bytes are not needed. ``place``: its copy there, if known; None: it is
+        changed in place. ``waits``: for an unreachable host. Raises Stale if the host is not its
+        home any more; Unavailable, which names it.
         """
 
         async def call(name: str) -> int:
@@ -125,8 +120,8 @@ class Homes:
         return await self._ask(host, ino, call, waits=waits, place=place)
 
     async def drop(self, host: int, ino: int) -> bool:
-        """Whether ``host`` has no clean copy of the file on return, which is on record here. It
-        keeps one that its programs use. Raises Unavailable."""
+        """Have ``host`` drop a clean copy, unless its programs use it. Whether none is left, on
+        record here. Raises Unavailable."""
 
         async def call(name: str) -> bool:
             dropped: bool = (await self._peers.call(name, DROP, ino)).value
@@ -135,8 +130,8 @@ class Homes:
         return await self._ask(host, ino, call, waits=False)
 
     async def evict(self, host: int, ino: int) -> None:
-        """Have ``host`` evict the clean copy of a file, which is on record here on return. Raises
-        Busy where it has to stay, Unavailable."""
+        """Have ``host`` evict a clean copy, on record here on return. Raises Busy if it stays,
+        Unavailable."""
 
         async def call(name: str) -> None:
             await self._peers.call(name, EVICT, ino)
@@ -144,8 +139,7 @@ class Homes:
         await self._ask(host, ino, call, waits=False)
 
     async def show(self, host: int, ino: int) -> None:
-        """On return all bytes that programs of ``host`` wrote to the file are on record here.
-        Raises Unavailable."""
+        """Have all writes of ``host``'s programs to the file on record here. Raises Unavailable."""
 
         async def call(name: str) -> None:
             await self._peers.call(name, SHOW, ino)
@@ -156,15 +150,14 @@ class Homes:
         return await self._engine.view(hosts.name_of, host)
 
     async def request_drain(self, host: int, inos: Sequence[int]) -> None:
-        """Have ``host`` drain these files, which are in its burst tier alone, before all others, if
-        it can be reached just now."""
+        """Have a reachable ``host`` drain these files of its burst tier first."""
         name = await self.name_of(host)
         for first in range(0, len(inos), _DRAINED_AT_ONCE):
             self._peers.tell(name, REQUEST_DRAIN, list(inos[first : first + _DRAINED_AT_ONCE]))
 
     async def drain(self, host: int, inos: Sequence[int], strict: bool) -> None:
-        """As ``request_drain``; each of them is on the capacity tier, or gone, on return. Raises
-        Unavailable; ``strict``: see Drain.wait, Busy for one that is open for writing there."""
+        """``request_drain``, and wait until each is on the capacity tier, or gone. Raises
+        Unavailable; ``strict``: see Drain.wait, Busy for one open for writing there."""
         for first in range(0, len(inos), _DRAINED_AT_ONCE):
             asked = [inos[first : first + _DRAINED_AT_ONCE], strict]
 
@@ -182,13 +175,12 @@ class Homes:
         body: Body,
         place: Copy | None,
     ) -> Answer:
-        """Have ``host`` do this with a file: returns bytes, and as value the size, blocks, mtime
-        and ctime that it has then. ``place``: see ``give_up``.
+        """Have ``host`` do this with a file: returns bytes, and then size, blocks, mtime and ctime.
+        ``place``: see ``give_up``.
 
-        Raises Stale if the host has not let this one join, or does not know of it any more: then
-        nothing has been done; Unavailable, which names the host, if it does not answer: then it may
-        have been done, in any case not twice if that would make a difference; and the errors of the
-        operation there.
+        Raises Stale if this host has not joined there, or is forgotten: nothing was done;
+        Unavailable, naming the host, without an answer: it may have been done, not twice if that
+        matters; and errors of the operation.
         """
 
         async def call(name: str) -> Answer:
@@ -199,8 +191,8 @@ class Homes:
         return await self._ask(host, ino, call, is_repeated, waits, place)
 
     async def leave(self, host: int, ino: int, number: int) -> None:
-        """This host, which has joined by this ``number``, writes to the file no more; nothing
-        happens if it has joined once more since. Raises Stale, Unavailable."""
+        """End this host's join of this ``number``; no effect after a later join. Raises Stale,
+        Unavailable."""
 
         async def call(name: str) -> None:
             await self._peers.call(name, CARRY_OUT, [ino, Operation.LEAVE, number])
@@ -208,8 +200,8 @@ class Homes:
         await self._ask(host, ino, call, waits=False)
 
     async def sync(self, host: int, inos: Sequence[int]) -> None:
-        """Have ``host`` sync these files, or all files below these directories: durable on return,
-        and on record here. Raises Unavailable, and other errors of a sync."""
+        """Have ``host`` sync these files, or all below these directories: durable, and on record
+        here. Raises Unavailable, and errors of a sync."""
 
         async def call(name: str) -> None:
             await self._peers.call(name, SYNC, list(inos), timeout_s=_CALL_S)
@@ -225,9 +217,9 @@ class Homes:
         waits: bool = True,
         place: Copy | None = None,
     ) -> Result:
-        """``is_repeated``: also if the host may have done it. ``waits``: for a host that cannot be
-        asked at present. ``place``: raises Stale if the host does not answer, and the file has
-        another copy than this one by now: the host that had a mirror is its home then."""
+        """``is_repeated``: also if it may be done. ``waits``: for an unreachable host. ``place``:
+        raises Stale without an answer if the file has another copy by now: its mirror's host is its
+        home."""
         name = await self.name_of(host)
         now = trio.current_time()
         # A caller that has waited in vain does not wait again at once: the kernel asks once more
@@ -262,7 +254,7 @@ class Homes:
                 await trio.sleep(_AGAIN_S)
 
     async def _note_away(self, name: str, ino: int, waited: bool, fault: str) -> None:
-        """A program hears of it by EIO alone, so the log names the file. ``waited``: until now."""
+        """Name the file in the log: a program hears EIO alone. ``waited``: until now."""
         away = self._away.setdefault(name, _Away())
         if waited:
             away.until_s = trio.current_time() + self._wait_s
@@ -290,8 +282,8 @@ def _find_copy(tx: ReadTransaction, ino: int) -> Copy | None:
 
 
 class RemoteCopy(BurstCopy):
-    """Reads of a copy that lies on another host. The other methods of a BurstCopy are its home's
-    business: only a host that changes a file calls them, and the file is given up before."""
+    """Reads of a copy on another host. A BurstCopy's other methods are its home's: files are given
+    up before they are changed here."""
 
     def __init__(self, homes: Homes, place: Copy, ino: int, buffers: BufferPool) -> None:
         self._homes = homes

@@ -1,13 +1,11 @@
-"""The burst tier: which device a new file goes to, if any; waiting for room; what has to be
-evicted.
+"""The burst tier: devices for new files, waiting for room, eviction.
 
-Free space is looked up in the background, the more often the nearer a device is to being full, and
-known additions since then are counted; so ``admit`` costs microseconds.
+A background task looks at free space, the more often the fuller a device; known additions are
+counted in between; so ``admit`` costs microseconds.
 
-``throttle`` works as Linux's balance_dirty_pages does: with pressure p, which grows from 0 to 1 as
-the undrained bytes go from the low to the high mark, each new file waits p / (1 - p) times as long
-as draining takes for a file of the mean size, so that at p = 1/2 as much comes as goes; at most
-``throttle_max``.
+``throttle`` works as Linux's balance_dirty_pages does: with pressure p, from 0 to 1 as undrained
+bytes go from the low to the high mark, each new file waits p / (1 - p) times as long as draining a
+file of mean size takes, so at p = 1/2 as much comes as goes; at most ``throttle_max``.
 """
 
 import time
@@ -39,27 +37,24 @@ _log = logger(__name__)
 
 _LOOK_MIN_S, _LOOK_MAX_S, _LOOK_IDLE_S = 0.02, 1.0, 10.0
 _FILL_RATE = 4e9
-"""Bytes per second that a device is supposed to be filled with at most, between two looks at its
-free space.
-"""
+"""Assumed highest bytes per second that fill a device between two looks."""
 
 _LOOKED_AT = 256
-"""Copies whose lengths are looked at in one go, in less than 1 ms. Near the high mark that is done
-50 times a second: with 20,000 open files the daemon did nothing else."""
+"""Copies measured in one go, in less than 1 ms: near the high mark that is 50 times a second, and
+20,000 open files would occupy the daemon."""
 
 _ROOM_S = 60.0
-"""How long a file that can be written nowhere else waits for room while nothing is drained or
-evicted."""
+"""Longest wait for room of a file for the burst tier alone, without drain or eviction."""
 
 _RATE_MEMORY_S = 5.0
 """How far back the measured rate of draining looks."""
 
 
 class BurstTier:
-    """All burst directories of a store. Used from one trio thread; ``work`` is its background work.
+    """All burst directories of a store, in one trio thread; ``work`` is its background work.
 
-    Parts that change files report the state of each copy (see Ledger): ``begun``, ``dirty``,
-    ``clean``, ``gone``, ``opened``, ``closed``, ``touch``, ``pinned``, ``evicted``.
+    Parts that change files report copies' states (see Ledger): ``begun``, ``dirty``, ``clean``,
+    ``gone``, ``opened``, ``closed``, ``touch``, ``pinned``, ``evicted``.
     """
 
     def __init__(
@@ -105,9 +100,7 @@ class BurstTier:
         self.rate = 0.0
         """Bytes per second that drains have come to lately; 0: not known."""
         self._rate_seen = (time.monotonic(), 0)
-        """When that was last measured, by time.monotonic(), and the bytes that had been drained
-        then.
-        """
+        """The time.monotonic() of the last measurement, and bytes drained by then."""
         for server in servers.burst():
             self._add(server)
         for device in self.devices.values():
@@ -143,13 +136,11 @@ class BurstTier:
     # --- new files ---
 
     def admit(self, policy_tier: str, expected: int = 0, must: bool = False) -> DataServer | None:
-        """The device for a new file, or one that is brought in; None: it goes to, or stays on, the
-        data servers.
+        """The device for a new file, or one brought in; None: the data servers.
 
-        ``expected``: the bytes that it is going to have, if that is known; pass it to ``create``,
-        too. ``must``: it can be changed nowhere else, so it is admitted up to the reserve. Of
-        devices that have room, the one with the most of it for each file that is being written
-        there; of equal ones each in turn.
+        ``expected``: known size, also for ``create``. ``must``: it can be changed nowhere else, and
+        is admitted up to the reserve. Of devices with room, the one with most a file being written;
+        equal ones in turn.
         """
         if policy_tier == "capacity" and not must:
             return None
@@ -177,9 +168,7 @@ class BurstTier:
     # --- writers that wait ---
 
     async def throttle(self) -> None:
-        """Wait before a new file is admitted, if draining does not keep up. Does not suspend where
-        there is room.
-        """
+        """Wait before a new file, if draining does not keep up. Does not suspend with room."""
         if self.pressure == 0:
             return
         self._waiting += 1
@@ -190,10 +179,9 @@ class BurstTier:
             self._waiting -= 1
 
     async def make_room(self, size: int, held: Callable[[int], int]) -> None:
-        """Admit a file of so many bytes that can be changed nowhere else, unless others are faster.
-        Waits as long as drains and evictions go on to make room. ``held``: for a device, how many
-        bytes programs have open there, except pinned ones; they are not waited for. Raises NoSpace,
-        Unavailable."""
+        """Admit a file of this size that can be changed nowhere else, unless others are faster.
+        Waits while drains and evictions go on. ``held``: bytes that programs have open on a device,
+        except pinned ones; not waited for. Raises NoSpace, Unavailable."""
         until_s, most = 0.0, (-1, 0)
         while not any(device.admits(size, must=True) for device in self.devices.values()):
             usable = [device for device in self.devices.values() if device.usable]
@@ -221,9 +209,7 @@ class BurstTier:
 
     @property
     def is_lacking(self) -> bool:
-        """Whether writers wait for room, which have nowhere else to go: then it is no time to let
-        drains wait.
-        """
+        """Whether writers wait for room, with nowhere else to go: drains must not wait."""
         return bool(self._lacking)
 
     def _tell_lacking(self) -> None:
@@ -238,9 +224,7 @@ class BurstTier:
 
     @property
     def pressure(self) -> float:
-        """0 while undrained bytes are below the low mark of some device, 1 when they are at the
-        high mark of all.
-        """
+        """0 below the low mark of some device, 1 at the high mark of all, by undrained bytes."""
         return min(
             [device.pressure() for device in self.devices.values() if device.usable], default=0.0
         )
@@ -274,8 +258,8 @@ class BurstTier:
         return BurstCopy(device, copy_id, self._servers.buffers, fd)
 
     async def take_source(self, source: int) -> BurstCopy:
-        """The file with all blocks of an object set, which programs use, as a copy that no record
-        knows yet. It is not synced. Raises Busy, Unavailable."""
+        """The used file with all blocks of an object set, as a copy in no record, unsynced. Raises
+        Busy, Unavailable."""
         copy_id = await self._take_id()
         device = await self.blocks.give(source, copy_id)
         self._new[copy_id] = device.id
@@ -308,8 +292,7 @@ class BurstTier:
         self._ledger.dirty(copy_id, server, length)
 
     def mirrors(self, copy_id: int, server: int, length: int) -> None:
-        """It is a mirror of a copy in another host's burst tier; it stays until that is drained
-        there."""
+        """Note a mirror of another host's copy, which stays until that is drained."""
         self.dirty(copy_id, server, length)
         self._mirrors.add(copy_id)
 
@@ -328,9 +311,9 @@ class BurstTier:
         self._look_for_a_crowd()
 
     def sole_span(self, copy_id: int) -> tuple[int, int | None]:
-        """In which states of the metadata it may be the only copy of a file: those after one
-        transaction, up to another one, which has made it a cache (None: there is none). Of copies
-        of earlier mounts the worst is assumed; other ids may be asked for here, too."""
+        """States of the metadata in which it may be a file's only copy: after one transaction, up
+        to another that made it a cache (None: none). The worst is assumed of earlier mounts; also
+        for other ids."""
         return self._sole.get(copy_id, (0, None))
 
     def bytes_of(self, copy_id: int) -> int:
@@ -394,8 +377,7 @@ class BurstTier:
     # --- eviction ---
 
     def needs_eviction(self) -> dict[int, int]:
-        """How many bytes of clean copies have to go from which device to reach its low mark, or for
-        files that wait for room."""
+        """Bytes of clean copies to evict by device, for its low mark or waiting files."""
         found: dict[int, int] = {}
         for number, device in self.devices.items():
             count = max(device.excess(), *map(device.lacks, self._lacking), 0)
@@ -404,9 +386,7 @@ class BurstTier:
         return found
 
     def victims(self, server: int, wanted: int) -> list[int]:
-        """Ids of copies to evict for ``wanted`` bytes: least recently used; never dirty, open or
-        pinned ones.
-        """
+        """Ids to evict for ``wanted`` bytes: least recently used; never dirty, open or pinned."""
         return self._ledger.victims(server, wanted)
 
     def _look_for_a_crowd(self) -> None:
@@ -432,9 +412,7 @@ class BurstTier:
             spares.stop()
 
     async def look(self) -> None:
-        """Look at the free space of all devices, and at the lengths of the copies that are being
-        written: of some each time, in turns, where they are many.
-        """
+        """Look at all devices' free space, and at growing copies, in turns if many."""
         for server in self._servers.burst():
             if server.id not in self.devices and server.standing == ACTIVE:
                 self._add(server)
@@ -512,9 +490,7 @@ def _space_or_none(server: DataServer) -> Space | None:
 
 BATCH = 64
 KEEP_S = 2.0
-"""Spares that nobody takes are removed soon: after a crash they are looked for in the newest ids
-alone.
-"""
+"""Unused spares are removed soon: after a crash they are sought in the newest ids alone."""
 _END_S = 30.0
 """How long the end of a mount waits for a device to remove them."""
 
@@ -541,9 +517,7 @@ class Spares:
         return not self._files
 
     async def take(self) -> tuple[int, int]:
-        """Id of an empty file, and a descriptor that is open for reading. Raises NoSpace,
-        Unavailable.
-        """
+        """Id of an empty file, and a read-only descriptor. Raises NoSpace, Unavailable."""
         if len(self._files) <= BATCH // 2 and self._done is None and not self._stopped:
             await self._refill()
         if self._files:
@@ -579,9 +553,7 @@ class Spares:
             await self._done.wait()
 
     def expire(self) -> None:
-        """Remove them, in the background, if it is some time that the last ones were made. Does not
-        block.
-        """
+        """Remove old ones in the background. Does not block."""
         if self._files and self._done is None and trio.current_time() - self._made_s > KEEP_S:
             ids = self._close_all()
             self._device.workers.post(remove_copies, self._device, ids)
@@ -592,8 +564,7 @@ class Spares:
         self._left += self._close_all()
 
     async def close(self) -> None:
-        """No spare file is left on return, unless its device fails, or does not answer in time.
-        ``stop`` has been called."""
+        """Remove all spare files, unless the device fails, or is late. Called after ``stop``."""
         with trio.move_on_after(_END_S):
             await self.refilled()
             if self._left:
@@ -621,11 +592,8 @@ def _make(device: DataServer, ids: Sequence[int]) -> list[_Spare]:
 
 
 def remove_copies(device: DataServer, ids: Sequence[int]) -> None:
-    """Remove files that no record knows, durably: recovery looks for them among the newest ids
-    alone. Blocks.
-
-    Those that cannot be removed, even when it is tried again, are left to recovery and fsck.
-    """
+    """Remove files in no record, durably: recovery looks only among the newest ids. Blocks. Those
+    that fail twice are left to recovery and fsck."""
     failed = device.remove_objects([(0, copy_id) for copy_id in ids])
     if failed:
         failed = device.remove_objects([(0, copy_id) for copy_id in failed])

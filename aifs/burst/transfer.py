@@ -1,9 +1,8 @@
-"""Moving the bytes of whole files between burst copies and the capacity tier.
+"""Moving whole files between burst copies and the capacity tier.
 
-A file goes in pieces, several at a time: a piece is read in the workers of where it lies and
-written in those of where it goes, so that a device or server that hangs holds up nobody else. Read,
-and not mapped: a mapping would end the process where the device fails or the file is cut; a reused
-buffer is not slower.
+Pieces are read in workers of the source and written in those of the target, several at a time, so
+that hung devices hold up nobody else. They are read: a mapping would end the process at a failing
+device or a cut file; a reused buffer is not slower.
 """
 
 import math
@@ -31,8 +30,7 @@ _WRITTEN = faults.declare(
 )
 
 _LOOK_S = 0.5
-"""How often a waiting task looks whether the limit has been lifted, or others are in the way still.
-"""
+"""Pause between looks of a waiting task at limit and others."""
 
 PIECE = 4 << 20
 _SMALL = 256 << 10
@@ -41,8 +39,7 @@ _COLUMN_PIECES_AT_ONCE = 3
 
 
 class Limiter:
-    """Bytes per second for all that share it, 0 for any number. Each caller waits once, in the
-    order of asking."""
+    """Bytes per second for all that share it, 0 for any number. Callers wait once, in order."""
 
     def __init__(self, rate: int, is_lifted: Callable[[], bool] = lambda: False) -> None:
         """``is_lifted`` says whether the limit does not count just now."""
@@ -60,8 +57,7 @@ class Limiter:
         return self.rate > 0 and not self._is_lifted()
 
     async def take(self, count: int) -> None:
-        """Wait until ``count`` more bytes may be moved, or the limit is lifted. Does not suspend if
-        they may be now."""
+        """Wait until ``count`` more bytes may be moved. Does not suspend if at once."""
         if not self.counts:
             return
         now = trio.current_time()
@@ -76,9 +72,8 @@ class ColumnReader(Protocol):
     """The bytes that belong in a column."""
 
     async def following(self) -> tuple[int, memoryview] | None:
-        """The next ones, and their offset; None behind the last ones. Several tasks may ask at a
-        time. Raises Unavailable.
-        """
+        """The next bytes, and their offset; None at the end. Several tasks may ask. Raises
+        Unavailable."""
 
 
 class TargetFails(Exception):
@@ -119,10 +114,9 @@ class Mover:
         is_urgent: Callable[[], bool] = lambda: False,
         buffers: BudgetedBuffers | None = None,
     ) -> None:
-        """``io_priority``: see core.files. While ``is_in_the_way``, which says whether others need
-        the processor more, one piece at a time is moved. ``make_way`` is awaited before each, and
-        may take its time. ``is_urgent`` says whether somebody waits for the bytes. ``buffers``: of
-        the budget, if shared with others."""
+        """``io_priority``: see core.files. While ``is_in_the_way`` (others need the processor), one
+        piece is moved at a time. ``make_way`` is awaited before each. ``is_urgent``: somebody
+        waits. ``buffers``: the budget's, if shared."""
         self.moved_bytes = 0
         self.io_priority = io_priority
         self.is_in_the_way = is_in_the_way
@@ -147,8 +141,8 @@ class Mover:
         return self._limiter.rate > 0
 
     async def begin(self, length: int) -> None:
-        """Wait until a piece of ``length`` bytes may be moved; ``end`` is called when that is over.
-        0: it asks for its bytes itself, with ``take``."""
+        """Wait until a piece of this length may be moved, until ``end``. 0: it calls ``take``
+        itself."""
         if self.make_way is not None:
             await self.make_way()
         await self.take(length)
@@ -178,12 +172,11 @@ class Mover:
         spare: int = 0,
         sparse: bool = False,
     ) -> bytes | None:
-        """Copy all ``size`` bytes of a burst copy, which nobody changes, to new ``objects``;
-        durable on return, with ``spare`` more columns than needed of protected ones.
+        """Copy an unchanging burst copy's ``size`` bytes to new ``objects``; durable, with
+        ``spare`` more columns than needed of protected ones.
 
-        Returns the checksums (see join_digests); None if ``cancelled`` has become true meanwhile,
-        which is asked between pieces. ``sparse``: it has holes, which are not read, and stay
-        holes. Raises NoSpace, QuotaExceeded, Unavailable.
+        Returns the checksums (see join_digests); None if ``cancelled``, asked between pieces.
+        ``sparse``: its holes stay, unread. Raises NoSpace, QuotaExceeded, Unavailable.
         """
         piece_size = _whole_rows(objects.row)
         offsets: Sequence[int] = range(0, size, piece_size)
@@ -205,9 +198,8 @@ class Mover:
         spare: int = 0,
         sparse: bool = False,
     ) -> bytes | None:
-        """As ``drain_out``, of a settled file on the capacity tier, which is hashed in
-        ``workers``. ``sparse``: it has holes, which are not read. Each MiB of zeros becomes a
-        hole."""
+        """``drain_out`` of a settled file on the capacity tier, hashed in ``workers``. ``sparse``:
+        holes are not read. Each MiB of zeros becomes a hole."""
         piece_size = _whole_rows(objects.row)
         offsets: Sequence[int] = range(0, size, piece_size)
         if sparse:
@@ -254,8 +246,7 @@ class Mover:
         piece_size: int,
         cancelled: Callable[[], bool],
     ) -> bool:
-        """``_move`` pieces of a file: ``move`` is called with the offset of each, and memory for
-        it."""
+        """``_move`` pieces of a file: ``move`` gets each offset, and memory."""
 
         async def move_one(piece: tuple[int, int]) -> int:
             offset, length = piece
@@ -272,9 +263,6 @@ class Mover:
         cancelled: Callable[[], bool],
         at_once: int,
     ) -> bool:
-        """The loop of all copying: call ``move`` with each of ``pieces``, some at a time. It
-        returns how many bytes it has moved; the limit is asked for the second number of a piece.
-        False if ``cancelled`` has been true, if only for a moment: then bytes are missing."""
         skipped = False
 
         async def move_one(piece: tuple[int, int]) -> None:
@@ -293,9 +281,8 @@ class Mover:
         return not skipped and not cancelled()
 
     async def begin_column(self, sink: Columns, column: int) -> bool:
-        """Make ready to write a column; whether it has no object then. One that cannot be changed
-        where it lies goes: nobody reads it, as the column is ``unread``. Raises TargetFails.
-        """
+        """Before a column is written; whether it has no object. An immutable one is removed: the
+        column is ``unread``. Raises TargetFails."""
         with _writing():
             if not sink.server(column).storage.in_place:
                 await sink.settle(column, 0)
@@ -310,10 +297,9 @@ class Mover:
         cancelled: Callable[[], bool],
         sparse: bool,
     ) -> bool:
-        """Copy all bytes of ``reader`` to the object of a column, which has ``length`` bytes then,
-        and is durable. ``sparse``: MiBs of zeros are left out, as it has none yet. False if
-        ``cancelled`` has become true meanwhile. Raises the errors of ``reader``; TargetFails for
-        failed writes."""
+        """Copy all of ``reader`` to a column's object of this length, durably. ``sparse``: skip
+        MiBs of zeros in a new one. False if ``cancelled``. Raises errors of ``reader``; TargetFails
+        for failed writes."""
         ended = False
 
         def pieces() -> Iterator[tuple[int, int]]:
@@ -349,12 +335,9 @@ class Mover:
         cancelled: Callable[[], bool],
         sparse: bool = False,
     ) -> bool:
-        """Copy a settled file of ``size`` bytes into a new, empty burst copy; nothing is synced.
-        ``sparse``: it has holes, which are not read.
-
-        Returns False if ``cancelled`` has become true meanwhile. Each MiB of zeros becomes a hole.
-        Nothing of ours is open for writing on return. Raises NoSpace, QuotaExceeded, Unavailable.
-        """
+        """Copy a settled file into a new, empty burst copy, unsynced. ``sparse``: holes are not
+        read. False if ``cancelled``. Each MiB of zeros becomes a hole. Nothing of ours is open for
+        writing on return. Raises NoSpace, QuotaExceeded, Unavailable."""
         whole = 0 < size <= PIECE
         write = _write_all if whole else _write_piece
 
@@ -395,9 +378,8 @@ async def _in_parallel(
     pieces: Iterable[tuple[int, int]],
     at_once: int,
 ) -> None:
-    """Call ``move`` with each of ``pieces``, some at a time; none after the first error, which is
-    raised.
-    """
+    """Call ``move`` with ``pieces``, some at a time; none after the first error, which is
+    raised."""
     if at_once == 1:  # most files are one piece; a nursery for each would be felt
         for piece in pieces:
             await move(piece)
@@ -422,9 +404,7 @@ async def _in_parallel(
 
 
 def _whole_rows(row: int) -> int:
-    """The length of pieces that hold whole rows of a layout, and whole ranges of checksums: about
-    PIECE, or more.
-    """
+    """A length, about PIECE or more, of whole rows and ranges of checksums."""
     step = math.lcm(row, HASHED)
     return max(PIECE // step * step, step)
 

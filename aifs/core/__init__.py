@@ -1,3 +1,1 @@
-"""Ground floor: errors, units, configuration, log, fault points, persistent files. Imports nothing
-of AIFS.
-"""
+"""Ground floor: errors, units, configuration, log, fault points, persistent files."""

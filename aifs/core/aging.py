@@ -1,9 +1,7 @@
-"""The rules for old files, as ``user.aifs.age`` says them:
-``30d:cold,compress=zstd:3``. Pure; the daemon and fsck share it.
+"""Rules for old files, ``user.aifs.age``: ``30d:cold,compress=zstd:3``. Pure; for daemon and fsck.
 
-The first part is how long nobody has written or read a file. Behind the colon are a class of data
-servers that it moves to, as the configuration and ``aifs server add --class`` name them, and how it
-is compressed; one of both is enough.
+First, how long nobody has written or read a file; behind the colon, one or both of a class of data
+servers (of the configuration, or ``aifs server add --class``) and a compression.
 """
 
 import re

@@ -1,9 +1,6 @@
-"""Names in a directory that is open: they are made and removed by its descriptor, so whatever lies
-above it may change, and no symlink is followed.
-
-The same rules as in ``files``, whose hook sees these operations too, with the bare name for a path.
-Everything blocks; nothing is durable until it is synced. Raises OSError.
-"""
+"""Names made and removed by an open directory's descriptor: paths above may change, and no symlink
+is followed. Otherwise as in ``files``, whose hook sees bare names for paths: everything blocks, is
+durable once synced, and raises OSError."""
 
 import errno
 import os
@@ -23,15 +20,15 @@ def open_directory(name: str, parent: int | None = None) -> int:
 
 
 def is_foreign(found: os.stat_result, above: os.stat_result) -> bool:
-    """Whether somebody whom the caller has no reason to trust has made what is found in the
-    directory ``above``: everybody may, and it was neither the caller, root, nor its owner."""
+    """Whether an untrusted user may have made what is in ``above``: everybody may, and it is
+    neither the caller's, root's, nor its owner's."""
     trusted = (os.geteuid(), 0, above.st_uid)
     return bool(above.st_mode & stat.S_IWOTH) and found.st_uid not in trusted
 
 
 def reach(path: str, top: int) -> int:
-    """A descriptor (O_PATH) of the directory with this path from the directory ``top``. Nothing
-    above that is reached, and no symlink is followed, wherever it is. Raises OSError."""
+    """A descriptor (O_PATH) of the directory with this path from ``top``, never above that,
+    following no symlink. Raises OSError."""
     fd = os.dup(top)
     try:
         for name in path.split("/"):
@@ -47,8 +44,8 @@ def reach(path: str, top: int) -> int:
 
 
 def open_file(path: str, top: int) -> int:
-    """A descriptor, for reading, of the regular file with this path from the directory ``top``, on
-    its filesystem, as ``reach`` reaches it. Raises OSError: EINVAL for what is no regular file."""
+    """A descriptor to read the regular file with this path from ``top``, on its filesystem, like
+    ``reach``. Raises OSError: EINVAL for other files."""
     above, name = os.path.split(path)
     parent = reach(above, top)
     with path_of(parent, above) as at:
@@ -59,8 +56,8 @@ def open_file(path: str, top: int) -> int:
 
 @contextmanager
 def path_of(fd: int, known_as: str) -> Iterator[str]:
-    """A path of the directory ``fd``, which leads there whatever gets its name, until the context
-    ends, which closes ``fd``. OSErrors within say ``known_as`` in its place."""
+    """A path of the directory ``fd``, whatever gets its name, in the context, which closes ``fd``.
+    OSErrors within say ``known_as``."""
     path = f"/proc/self/fd/{fd}"
     try:
         yield path

@@ -1,10 +1,8 @@
-"""One budget for the memory of all buffers: hard, first come first served, and given back by
-caches.
+"""One budget for the memory of all buffers: hard, first come first served, given back by caches.
 
-A task reserves the bytes of a buffer first, and releases them when the buffer is gone. Caches
-keep what they have reserved while it is of use: they register a function that gives memory back,
-which is called when somebody else wants it, and now and then for a part of it, so that a burst of
-work is not remembered in memory for ever.
+A task reserves a buffer's bytes before, and releases them after. Caches keep what they reserve
+while it is useful: they register a function that gives memory back, called when it is wanted, and
+now and then for a part, so that bursts are not remembered for ever.
 """
 
 from collections import deque
@@ -16,15 +14,13 @@ import trio
 from aifs.core.waiting import MEMORY, waits_for
 
 GiveBack = Callable[[int], None]
-"""Release about so many bytes of what can be had again, at once or, where it is in use, when its
-users let go. Does not block and reserves nothing."""
+"""Release about so many bytes of what can be had again, at once, or when its users let go. Does not
+block and reserves nothing."""
 
 
 RELAX_EVERY_S, _RELAX_IDLE_S = 10.0, 60.0
 _RELAX_SHARE = 2
-"""The part of the memory that caches are asked for then: little beside what fast readers fetch
-meanwhile, and nearly all in a minute.
-"""
+"""Part of caches' memory asked for then: little for fast readers, nearly all in a minute."""
 
 
 class OverBudget(ValueError):
@@ -32,13 +28,12 @@ class OverBudget(ValueError):
 
 
 class Budget:
-    """``total`` bytes for all buffers together. Used from one trio thread, ``release`` and
-    ``retry`` from anywhere.
+    """``total`` bytes for all buffers. Used from one trio thread, ``release`` and ``retry`` from
+    anywhere.
 
-    A request that does not fit waits, and everybody who comes later waits behind it. So nobody may
-    wait for memory while holding some that others could be waiting for: reserve once, all that a
-    piece of work needs. A request for more than ``total`` can never be met and is refused with
-    OverBudget: cut such work into pieces.
+    A request that does not fit waits, and all later ones behind it. So nobody may wait for memory
+    while holding some: reserve once, all that a piece of work needs. OverBudget refuses more than
+    ``total``: cut such work into pieces.
     """
 
     def __init__(self, total: int) -> None:
@@ -80,9 +75,7 @@ class Budget:
         return bool(self._waiting)
 
     def try_reserve(self, size: int) -> bool:
-        """Reserve ``size`` bytes if they are there, or caches give them back at once, and nobody
-        waits for them.
-        """
+        """Reserve ``size`` bytes if free, or given back at once by caches, and nobody waits."""
         return not self._waiting and self._take(size)
 
     async def acquire(self, size: int) -> None:
@@ -109,16 +102,12 @@ class Budget:
             raise
 
     def release(self, size: int) -> None:
-        """Give ``size`` reserved bytes back. Does not block; safe in any thread and in
-        finalizers.
-        """
+        """Give ``size`` bytes back. Does not block; safe in any thread and in finalizers."""
         self._released.append(size)
         self.retry()
 
     def retry(self) -> None:
-        """Look soon whether those who wait can go on: a cache has something to give back. As safe
-        as ``release``.
-        """
+        """A cache can give back: let waiters look soon. As safe as ``release``."""
         # A waiter is in the queue before it looks at what was released, so one of the two sees the
         # other.
         if self._waiting and self._token is not None:

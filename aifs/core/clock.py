@@ -1,6 +1,4 @@
-"""The times of day: the one by which files are stamped, and one for what happens to old things by
-itself.
-"""
+"""Times of day: for stamps of files, and for old things."""
 
 import os
 import time
@@ -12,13 +10,12 @@ _CALENDAR_S = 1 << 37
 
 
 def kernel_ns(is_new: bool = False) -> int:
-    """The present in ns, as the kernel stamps files: after each stamp that it has given yet, and
-    not after any that it is going to give. With ``is_new``, which costs
-    half, it may equal the last stamp of another file: callers use it for inodes that no program has
-    seen yet.
+    """The present in ns as the kernel stamps files: after each stamp given yet, not after any later
+    one. ``is_new``, at half the cost, may equal another file's last stamp: for inodes no program
+    has seen.
 
-    All times of inodes come from here or from the kernel. The time of day does not do: the kernel's
-    own stamps, of burst copies and by touch(1), are up to 10 ms behind it.
+    All times of inodes come from here or the kernel: its stamps, of burst copies and by touch(1),
+    are up to 10 ms behind the time of day.
     """
     fd = stamped_fd()
     os.utime(fd)  # no clock of clock_gettime(2) shows the floor of fine-grained stamps
@@ -41,15 +38,14 @@ os.register_at_fork(
 
 
 def require_time(seconds: Any) -> float:
-    """A time since the epoch that somebody else has written. Raises ValueError for what no calendar
-    can show: localtime(3) fails for it."""
+    """A foreign time since the epoch. Raises ValueError beyond calendars: localtime(3) fails for
+    it."""
     if type(seconds) not in (int, float) or not 0 <= seconds < _CALENDAR_S:
         raise ValueError("no time since the epoch")
     return float(seconds)
 
 
 def careful_clock() -> Callable[[], int]:
-    """The time of day in ns, but not more after the present than time has passed: when the clock
-    leaps ahead, nothing is older for that."""
+    """The time of day in ns that does not leap ahead: nothing grows old by that."""
     start_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     return lambda: min(time.time_ns(), start_ns + time.clock_gettime_ns(time.CLOCK_BOOTTIME))

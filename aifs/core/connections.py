@@ -1,10 +1,8 @@
-"""The kernel's FUSE connections, and how one is ended from outside. Touches fusectl, the filesystem
-that lists them.
+"""The kernel's FUSE connections, and ending one from outside, by fusectl.
 
-A request that a daemon has read cannot be interrupted: a caller of a dead or stuck daemon waits
-until the connection ends. It ends when its last descriptor is closed, or by fusectl. A thread that
-waits in the kernel keeps the descriptors of a process that was killed, so for such a mount fusectl
-is the only way.
+A read request cannot be interrupted: callers of a dead or stuck daemon wait until the connection
+ends, by closing its last descriptor, or by fusectl. A thread waiting in the kernel keeps a killed
+process's descriptors; then fusectl is the only way.
 """
 
 import os
@@ -19,12 +17,10 @@ _CLOEXEC, _CONFIG_CREATE = 1, 6
 
 
 def open_abort(device: int) -> int:
-    """A descriptor that ends a connection as soon as ``abort`` is called with it; the caller closes
-    it.
+    """A descriptor to end a connection by ``abort``; the caller closes it.
 
-    ``device`` is the number that stat gives for files of the mount. The descriptor means this
-    connection alone, also when the number has been given to another mount. Raises OSError: not
-    there, or neither root nor its owner.
+    ``device``: stat's number of the mount's files. It means this connection alone, even if another
+    mount gets the number. Raises OSError: not there, or neither root nor its owner.
     """
     path = f"{os.minor(device)}/abort"
     try:
@@ -39,16 +35,12 @@ def open_abort(device: int) -> int:
 
 
 def abort(fd: int) -> None:
-    """All requests of the connection, waiting ones and later ones, end with an error. Nothing if it
-    has ended.
-    """
+    """Fail all present and later requests of the connection, if not ended."""
     os.write(fd, b"1")
 
 
 def open_paths(pid: int) -> list[str]:
-    """The files behind the descriptors of a process, as the system names them: the files are asked
-    nothing. Raises OSError.
-    """
+    """Paths of a process's descriptors, from the system, not from the files. Raises OSError."""
     paths = []
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -62,9 +54,7 @@ def serves(pid: int) -> bool:
 
 
 def _mount_unseen() -> int:
-    """The root of fusectl, mounted nowhere: for root where the system has not mounted it. Raises
-    OSError.
-    """
+    """The root of fusectl, mounted nowhere, for root without a system mount. Raises OSError."""
     context = _call(_FSOPEN, b"fusectl", _CLOEXEC)
     try:
         _call(_FSCONFIG, context, _CONFIG_CREATE, None, None, 0)

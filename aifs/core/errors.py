@@ -1,14 +1,11 @@
 """The error tree and the one table that maps it to errno.
 
-Two kinds of error leave this package's functions:
+* ``FsError`` and below: answers of a filesystem call, each with one errno, which the FUSE edge
+  replies. Raising one is normal operation.
+* ``UserError`` and below: a command cannot do what was asked. The CLI prints it as one line and
+  exits with ``exit_code``.
 
-* ``FsError`` and below: the answers of a filesystem call. Each class has one errno; the FUSE edge
-  turns it into a reply. Raising one is normal operation.
-* ``UserError`` and below: a command cannot do what was asked (bad configuration, a store that is in
-  use, a wrong directory). The CLI prints it as one line and exits with ``exit_code``.
-
-Anything else that reaches the FUSE edge is a bug: it is logged with its stack and answered with
-EIO.
+Anything else that reaches the FUSE edge is a bug: logged with its stack, answered with EIO.
 """
 
 import errno
@@ -127,9 +124,7 @@ class TimedOut(FsError):
 
 
 class OutOfMemory(FsError):
-    """The daemon has no memory, or descriptors: neither is the fault of the caller, or of a data
-    server.
-    """
+    """The daemon has no memory, or descriptors: not the fault of caller or data server."""
 
     errno = errno.ENOMEM
 
@@ -145,8 +140,7 @@ class WouldBlock(FsError):
 
 
 class Deadlock(FsError):
-    """The caller waits for a lock, and holds one that its holder waits for, directly or through
-    others."""
+    """The caller holds a lock that the holder of its wanted one waits for, maybe through others."""
 
     errno = errno.EDEADLK
 
@@ -179,11 +173,9 @@ for _class in FsError.__subclasses__():
 
 
 def from_oserror(error: OSError, detail: str = "") -> FsError:
-    """The FsError for an operating-system error met below us (a data server, the journal).
-
-    An errno without a row of its own is ``Unavailable`` (EIO): an error of a disk (ENODEV,
-    ETIMEDOUT, ...) must not look like an answer about the caller's file.
-    """
+    """The FsError for an operating-system error below us (a data server, the journal). Without a
+    row it is ``Unavailable`` (EIO): a disk's error (ENODEV, ETIMEDOUT, ...) is no answer about a
+    file."""
     passed_on = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
     number = errno.ENOMEM if error.errno in (errno.EMFILE, errno.ENFILE) else error.errno
     kind = _BY_ERRNO[number] if number in passed_on else Unavailable
@@ -191,8 +183,7 @@ def from_oserror(error: OSError, detail: str = "") -> FsError:
 
 
 def without_frames(error: FsError) -> FsError:
-    """Return the error without its traceback, so that keeping it does not keep the frames' memory
-    alive."""
+    """Return the error without its traceback, which would keep frames' memory alive."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
 

@@ -1,8 +1,7 @@
-"""Named fault points: places where a test may stop the program, fail it, or copy its state.
+"""Named fault points, where a test may stop the program, fail it, or copy its state.
 
-A point costs one dictionary test while nothing is armed. Names are ``layer.operation.moment``;
-every name is declared here once, so that a crash sweep can walk them all and prove that it reached
-each.
+Unarmed, a point costs one dictionary test. Names, ``layer.operation.moment``, are declared here
+once, so that a crash sweep reaches each.
 """
 
 from collections.abc import Callable

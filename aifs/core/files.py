@@ -1,15 +1,13 @@
 """The only place that opens, writes, syncs, renames or removes persistent files.
 
-Everything here blocks: call it from a worker thread, except where the caller knows that the bytes
-are few and go to the page cache (the journal's append). Errors are the operating system's own
-``OSError``; the layer above knows what they mean.
+Everything blocks: call it from a worker thread, except for a few bytes to the page cache (the
+journal's append). Errors are the system's ``OSError``.
 
-Tests put a ``Hook`` below it: to fail or slow down single operations, and to record every change so
-that a power cut can be replayed (changes that were not synced may be lost, torn or reordered).
+Tests put a ``Hook`` below: to fail or slow single operations, and to record changes for replays of
+power cuts (unsynced changes may be lost, torn or reordered).
 
-Nothing is durable until ``sync_file`` (the bytes and size of one file), ``sync_dir`` (the
-names in one directory) or ``sync_filesystem`` (all of the filesystem below a directory) has
-returned.
+Durable means: after ``sync_file`` (a file's bytes and size), ``sync_dir`` (names in a directory) or
+``sync_filesystem`` (all of a directory's filesystem).
 """
 
 import errno
@@ -41,18 +39,15 @@ _open: set[int] = set()  # what open_file has given; adding and taking away is a
 
 
 def set_hook(hook: Hook | None) -> None:
-    """Install (or with None remove) the one test hook. Descriptors opened earlier have no path:
-    ''.
-    """
+    """Install (or, None, remove) the one test hook. Earlier descriptors have no path: ''."""
     global _hook
     _hook = hook
     _paths.clear()
 
 
 def is_hooked() -> bool:
-    """Whether a hook is installed: then any operation may wait, and none may run where waiting is
-    not allowed.
-    """
+    """Whether a hook is installed: operations may wait, and must not run where that is
+    forbidden."""
     return _hook is not None
 
 
@@ -79,13 +74,11 @@ def open_file(
     append: bool = False,
     foreign: bool = False,
 ) -> int:
-    """A descriptor for ``path``; with ``create`` the file is made if it is missing (mode 0600).
+    """A descriptor for ``path``; ``create``: made if missing (mode 0600).
 
-    ``append``: all that is written goes to the end; on a shared filesystem also if others write
-    there from other hosts, which do not know of RWF_APPEND.
-    ``foreign``: others may make names there. A symlink is not followed then (ELOOP), nothing is
-    waited for that is no regular file (EINVAL), and a file is not written that has other names,
-    too (EMLINK): somebody may have linked it here.
+    ``append``: all is written at the end, also on shared filesystems with writers on other hosts,
+    which do not know RWF_APPEND. ``foreign``: others may make names there: follows no symlink
+    (ELOOP), waits for no special file (EINVAL), writes no file with other names (EMLINK).
     """
     _before("open_file", path)
     flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
@@ -144,9 +137,7 @@ def read_at(fd: int, length: int, offset: int) -> bytes:
 
 
 def read_into(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill ``buffer`` from ``offset``; returns the bytes read, fewer only at the end of the
-    file.
-    """
+    """Fill ``buffer`` from ``offset``; the bytes read, fewer only at the end."""
     if _hook is not None:
         _hook.before("read_into", _path_of(fd))
     done = os.preadv(fd, [buffer], offset)
@@ -159,11 +150,8 @@ def read_into(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def read_cached(fd: int, buffer: memoryview, offset: int) -> int:
-    """As much of ``buffer`` as the page cache can fill at once, perhaps nothing; never waits for a
-    device, nor for a hook: with one nothing is told.
-
-    Raises OSError with EOPNOTSUPP where the filesystem cannot promise that.
-    """
+    """Fill what the page cache has, perhaps nothing; waits for no device, nor hook (then it has
+    nothing). Raises OSError, EOPNOTSUPP if the filesystem cannot promise that."""
     if _hook is not None:
         return 0
     try:
@@ -237,9 +225,7 @@ def sync_dir(path: str) -> None:
 
 
 def sync_filesystem(path: str) -> None:
-    """Everything on the filesystem that holds the directory ``path`` is on stable storage
-    (syncfs(2)).
-    """
+    """Bring the filesystem of the directory ``path`` to stable storage (syncfs(2))."""
     _before("sync_filesystem", path)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -251,9 +237,7 @@ def sync_filesystem(path: str) -> None:
 
 
 def make_dir(path: str) -> None:
-    """Make the directory ``path`` (mode 0700) unless it exists; its parent must. The new name is
-    not synced.
-    """
+    """Make the directory ``path`` (mode 0700) unless it exists; its parent must. Not synced."""
     _before("make_dir", path)
     try:
         os.mkdir(path, 0o700)
@@ -279,8 +263,7 @@ def rename(old: str, new: str) -> None:
 
 
 def unlink(path: str, parent: int | None = None) -> None:
-    """``parent``: a descriptor of the directory that the name is in, whatever ``path`` leads to
-    now."""
+    """``parent``: a descriptor of the name's directory, wherever ``path`` leads."""
     _before("unlink", path)
     os.unlink(path if parent is None else os.path.basename(path), dir_fd=parent)
     _after("unlink", path)
@@ -308,9 +291,7 @@ def replace_file(path: str, data: bytes) -> None:
 
 
 def read_file(path: str, *, anew: bool = False) -> bytes | None:
-    """The whole of a small file, or None if there is none. ``anew``: from the device, where the
-    kernel goes along.
-    """
+    """A small file, or None. ``anew``: from the device, if the kernel can."""
     _before("read_file", path)
     try:
         with open(path, "rb") as file:
@@ -324,8 +305,8 @@ def read_file(path: str, *, anew: bool = False) -> bytes | None:
 
 
 def read_foreign(path: str, bytes_max: int) -> bytes | None:
-    """As ``read_file``, where others may make names (``open_file``). Raises OSError: EFBIG if it
-    is longer."""
+    """``read_file`` where others may make names (``open_file``). Raises OSError: EFBIG if
+    longer."""
     try:
         fd = open_file(path, write=False, foreign=True)
     except OSError as error:
@@ -367,9 +348,7 @@ def change_allocation(fd: int, mode: int, offset: int, length: int) -> None:
 
 
 def copy_range(source: int, offset: int, target: int, to: int, length: int) -> int:
-    """Copy bytes between files, in the kernel where it can; returns how many, fewer only at the end
-    of ``source``.
-    """
+    """Copy bytes between files, in the kernel if possible; how many, fewer only at the end."""
     path = _path_of(target)
     _before("copy_range", path)
     done = 0
@@ -391,11 +370,8 @@ def copy_range(source: int, offset: int, target: int, to: int, length: int) -> i
 
 
 def send_range(socket: int, fd: int, offset: int, length: int) -> int:
-    """Send bytes of a file by a socket that does not wait, in the kernel; returns how many.
-
-    Fewer if the socket has taken nothing for ``_SEND_WAIT_MS``. Raises OSError, also where the file
-    ends before.
-    """
+    """Send bytes of a file by a non-blocking socket, in the kernel; how many, fewer after
+    ``_SEND_WAIT_MS`` without progress. Raises OSError, also at the file's end."""
     _before("send_range", _path_of(fd))
     waits, sent = select.poll(), 0
     waits.register(socket, select.POLLOUT)
@@ -423,8 +399,8 @@ def set_mode(fd: int, mode: int) -> None:
 
 
 def copy_mode(fd: int, original: os.stat_result) -> None:
-    """Give a file the mode of another one; set-id bits only if both have the same owner and group:
-    else they would grant the rights of another user."""
+    """Give a file another's mode; set-id bits only with equal owner and group: else they would
+    grant another user's rights."""
     own, mode = os.fstat(fd), stat.S_IMODE(original.st_mode)
     if (own.st_uid, own.st_gid) != (original.st_uid, original.st_gid):
         mode &= ~(stat.S_ISUID | stat.S_ISGID)
@@ -442,9 +418,7 @@ def give_to(path: str, uid: int, gid: int) -> None:
 
 
 def next_data(fd: int, offset: int, end: int) -> tuple[int, int] | None:
-    """The first part, as (start, end), of a range of a file that is no hole; None if all of it
-    is.
-    """
+    """The first part, (start, end), of a range that is no hole; or None."""
     try:
         start = os.lseek(fd, offset, os.SEEK_DATA) if offset < end else end
         return (start, min(os.lseek(fd, start, os.SEEK_HOLE), end)) if start < end else None
@@ -471,11 +445,8 @@ _IOPRIO_CLASSES = {"none": 0, "best-effort": 2 << 13 | 7, "idle": 3 << 13}
 
 
 def at_priority(priority: str, function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` with this thread at an I/O priority: 'idle', 'best-effort' (its lowest)
-    or 'none'.
-
-    It counts where the disk's scheduler knows such a thing, for reads and syncs.
-    """
+    """``function(*args)`` at an I/O priority of this thread: 'idle', 'best-effort' (its lowest) or
+    'none', for reads and syncs, if the disk's scheduler knows it."""
     value = _IOPRIO_CLASSES[priority]
     if not value or _IOPRIO_SET is None:
         return function(*args)
@@ -487,9 +458,7 @@ def at_priority(priority: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def boot_id() -> str:
-    """Names the running kernel: another one after each start of the machine, and so after each
-    power cut.
-    """
+    """The running kernel's name, new after each start of the machine, or power cut."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
 
@@ -500,12 +469,8 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def start_writing(fd: int, offset: int, length: int) -> None:
-    """Have the system write these bytes to the device from now on, so that ``sync_file`` finds less
-    to do.
-
-    Does not wait for it, and makes nothing durable. An error here comes from
-    ``sync_file`` later.
-    """
+    """Have these bytes written from now on, to help ``sync_file``, which reports errors. Does not
+    wait, makes nothing durable."""
     with suppress(OSError):
         _before("start_writing", _path_of(fd))
     libc.call("sync_file_range", fd, offset, length, _WRITE)
@@ -515,9 +480,7 @@ def start_writing(fd: int, offset: int, length: int) -> None:
 
 
 def set_direct(fd: int, direct: bool) -> None:
-    """Have what is written from now on go past the page cache (O_DIRECT), or through it again.
-    EINVAL where that cannot be.
-    """
+    """Write past the page cache (O_DIRECT) from now on, or through it. EINVAL if impossible."""
     _before("set_direct", _path_of(fd))
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)

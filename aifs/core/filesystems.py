@@ -1,7 +1,5 @@
-"""The kind of filesystem that a directory lies on. Blocks; raises OSError.
-
-Apart from `mountinfo`, which commands import that ranks wait for: ctypes takes 5 ms to import.
-"""
+"""The kind of a directory's filesystem. Blocks; raises OSError. Apart from `mountinfo`, for
+commands that ranks wait for: ctypes takes 5 ms to import."""
 
 import ctypes
 import os
@@ -28,9 +26,7 @@ _NETWORK_FILESYSTEMS = (
 
 
 def is_in_memory(path: str) -> bool:
-    """Whether ``path`` lies on a filesystem that never waits for a device, so that calls take
-    microseconds.
-    """
+    """Whether ``path``'s filesystem never waits for a device: calls take microseconds."""
     return _filesystem_of(path) in _MEMORY_FILESYSTEMS
 
 

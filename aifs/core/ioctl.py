@@ -1,10 +1,8 @@
-"""The ioctl of AIFS, for the daemon, the client and C programs: a call by name, with JSON.
+"""The ioctl of AIFS, for daemon, client and C programs: a call by name, with JSON.
 
-The argument is a header (version, length of the JSON, name) and a JSON object, or nothing; on
-return it holds the answer, which is a JSON object, in the same form. The number of the ioctl says
-which of two sizes the argument has. The calls are rows (files/asks.py), and
-fuse/aifs_ioctl.h is made from them (scripts/reference). Integers are in the byte order of the
-machine.
+The argument is a header (version, length of the JSON, name) and a JSON object, or nothing; the
+answer has the same form. The ioctl's number gives one of two sizes. Calls are rows (files/asks.py),
+from which scripts/reference makes fuse/aifs_ioctl.h. Integers have the machine's byte order.
 """
 
 import errno
@@ -69,9 +67,8 @@ def unpack(data: bytes | bytearray) -> Argument:
 
 
 def call(fd: int, name: str, path: str = "", /, **fields: Any) -> dict[str, Any]:
-    """Call the hint *name* on an open file or directory, *path*. Raises OSError: ENOTTY where there
-    is no such call, EINTR, and the errors of the call, with the reason.
-    """
+    """Call the hint *name* on an open file or directory, *path*. Raises OSError: ENOTTY for no such
+    call, EINTR, and errors of the call, with the reason."""
     text = json.dumps(fields).encode()
     request = next((it for it in REQUESTS if len(text) <= REQUESTS[it] - HEAD.size), None)
     if request is None:
@@ -83,14 +80,14 @@ def call(fd: int, name: str, path: str = "", /, **fields: Any) -> dict[str, Any]
 
 
 REFUSED = "user.aifs.refused"
-"""The attribute with the last refusal of each user on each inode (files/refusals.py): JSON with
-``request`` (name of the hint, or "rename"), ``errno``, ``reason``, ``at_s`` (since the epoch)."""
+"""Each user's last refusal on an inode (files/refusals.py): JSON with ``request`` (the hint's name,
+or "rename"), ``errno``, ``reason``, ``at_s`` (since the epoch)."""
 
 
 @contextmanager
 def explained(where: str | int, request: str, path: str | None = None) -> Iterator[None]:
-    """Add the reason to an OSError that is raised inside, if the mount has refused ``request``
-    on ``where`` (a path, or a descriptor of ``path``)."""
+    """Add the mount's reason to an OSError inside, if it refused ``request`` on ``where`` (a path,
+    or a descriptor of ``path``)."""
     since_s = time.time()
     try:
         yield

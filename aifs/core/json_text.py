@@ -9,8 +9,7 @@ from aifs.core.errors import Invalid
 
 
 def parse_object(what: str, text: str, known: Mapping[str, type]) -> dict[str, Any]:
-    """The object with keys among ``known``, and values of these types. Raises Invalid, which begins
-    with ``what``."""
+    """The object with keys and types of ``known``. Raises Invalid, which begins with ``what``."""
     try:
         asked = json.loads(text)
         if "\\u" in text:  # no escape is half of a character

@@ -28,9 +28,8 @@ LAYOUT_KINDS = ("striped", "interleaved")
 
 
 class ServerPlace(NamedTuple):
-    """The directory of a data server, the name of what fails with it: a host, a rack ("": itself
-    alone), and the bytes per second that it takes (0: to be measured); the class of files that it
-    is for ("": new ones; None: nothing is said)."""
+    """A data server's directory, failure domain (host, rack; "": itself), bytes per second (0:
+    measured), and class ("": new files; None: not given)."""
 
     path: str
     domain: str = ""
@@ -48,9 +47,8 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value: ``parse`` takes the raw value and its base; ValueError unless it is
-    ``allowed``.
-    """
+    """A kind of value: ``parse`` takes the raw value and its base; ValueError unless
+    ``allowed``."""
 
     allowed: str
     parse: Callable[[Any, str], Any]

@@ -1,6 +1,5 @@
-"""Functions of the C library that Python lacks. ctypes is imported when one is called: small
-commands need none, and that takes as long as a quarter of what they import.
-"""
+"""C library functions missing in Python. ctypes is imported on a call, as slow as a quarter of a
+small command's imports."""
 
 import functools
 from typing import Any

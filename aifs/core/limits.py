@@ -1,9 +1,5 @@
-"""Calls that may never end, such as a stat below a mount that hangs: asked by a process that can be
-left behind.
-
-A thread that waits in the kernel keeps its process from ending, whatever is done to it; a child
-keeps only itself.
-"""
+"""Calls that may never end, such as a stat below a hung mount, by a child that can be left behind:
+a thread in the kernel would keep its process from ending."""
 
 import errno
 import os
@@ -18,12 +14,8 @@ _PART = 1 << 16
 
 
 def within(limit_s: float, function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function(*args)`` returns or raises, by a child of this process, which must have one
-    thread.
-
-    Raises TimeoutError if it has not ended after ``limit_s``; the child ends when the system lets
-    it.
-    """
+    """What ``function(*args)`` returns or raises, in a child of this single-threaded process.
+    Raises TimeoutError after ``limit_s``; the child ends when it can."""
     answer, pipe = os.pipe()
     child = os.fork()
     if child == 0:
@@ -45,7 +37,7 @@ def within(limit_s: float, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _receive(pipe: int, limit_s: float) -> bytes:
-    """All that is written to the pipe until it is closed. Raises TimeoutError."""
+    """All that is written to the pipe. Raises TimeoutError."""
     data, until_s = bytearray(), time.monotonic() + limit_s
     readable = select.poll()
     readable.register(pipe, select.POLLIN)
@@ -58,9 +50,8 @@ def _receive(pipe: int, limit_s: float) -> bytes:
 
 
 def _answer(pipe: int, function: Callable[..., Any], args: tuple) -> None:
-    """In the child. Never returns. It holds nothing of its parent's that others wait for, such as a
-    pipe of its output.
-    """
+    """In the child. Never returns. Drops what others of its parent wait for, such as output
+    pipes."""
     os.closerange(0, pipe)
     os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX"))
     try:

@@ -1,7 +1,5 @@
-"""The log: where it goes, how a line looks, and the stacks that SIGUSR1 asks for.
-
-Lines name their level, so that tests can find warnings. Configuration files are never logged whole.
-"""
+"""The log: its place, form, and the stacks for SIGUSR1. Lines name their level, for tests.
+Configuration files are never logged whole."""
 
 import gc
 import logging
@@ -29,13 +27,9 @@ logger = logging.getLogger
 
 
 def setup(file: str | None, level: str) -> None:
-    """Send the log to ``file`` (rotating; its directory is made if missing) or, with None, to
-    stderr.
-
-    The file names what users have: others than its owner (and its group, where somebody has let
-    that) cannot read it. Exceptions that nobody catches, in any thread, are logged too. OSError if
-    the file cannot be written.
-    """
+    """Log to ``file`` (rotating; its directory is made) or, None, to stderr, also uncaught
+    exceptions. Only the owner (and, if allowed, group) can read it: it names users' files. OSError
+    if unwritable."""
     handler: logging.Handler
     if file is None:
         handler = logging.StreamHandler()
@@ -81,17 +75,13 @@ def _log_uncaught(kind: Any, value: Any, trace: Any) -> None:
 
 
 def dump_stacks(logger: logging.Logger) -> None:
-    """Log the stacks of all threads and trio tasks, whatever the log level. May run in a signal
-    handler.
-    """
+    """Log all stacks of threads and tasks at any log level. May run in a signal handler."""
     text = format_stacks()
     logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
 
 
 def format_stacks() -> str:
-    """All thread stacks and, where called on a thread that runs trio, the tree of tasks with their
-    stacks.
-    """
+    """All thread stacks, and, on trio's thread, the tree of tasks with stacks."""
     return "\n".join(["stacks of all threads and tasks", *_thread_lines(), *_task_lines()])
 
 
@@ -103,8 +93,7 @@ def _thread_lines() -> Iterator[str]:
 
 
 def running_tasks() -> "Iterator[tuple[trio.lowlevel.Task, int]]":
-    """The tasks of this thread's scheduler, if it runs one, each with how deep it stands in their
-    tree; parents first."""
+    """The tasks of this thread's scheduler, if any, with their depth; parents first."""
     if "trio" not in sys.modules:
         return
     import trio
@@ -133,8 +122,8 @@ def stack_lines(task: "trio.lowlevel.Task", indent: str = "") -> Iterator[str]:
 
 
 def _await_frames(awaited: Any) -> Iterator[tuple[FrameType, int]]:
-    """The frames of a coroutine and of what it awaits. Unlike trio's own it does not end at what
-    pyfuse3 has compiled: its wrapper tells nothing, but refers to the coroutine inside."""
+    """The frames of a coroutine and what it awaits, also through pyfuse3's compiled wrapper, where
+    trio's own version ends."""
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
         if frame is not None:

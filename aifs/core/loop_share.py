@@ -1,9 +1,7 @@
-"""How background work shares the event loop with the requests of programs.
+"""How background work shares the event loop with requests.
 
-Its bookkeeping, which is all that it does on the loop, comes in stretches that are short enough for
-nobody to feel them, and between them it gives way: others have their turn, and while requests keep
-coming it rests, so that it takes a tenth of the loop. The measure is the steps of all
-background tasks together, whatever they wait for in between.
+Its bookkeeping, all it does on the loop, comes in short stretches; between them it gives way, and
+rests while requests keep coming, so that all background tasks' steps together take a tenth.
 """
 
 import math
@@ -65,9 +63,8 @@ class LoopShare(trio.abc.Instrument):
             trio.lowlevel.remove_instrument(self)
 
     async def give_way(self, is_urgent: bool = False) -> None:
-        """To be called between short pieces of bookkeeping. Suspends after a stretch of them; while
-        requests keep coming for longer, unless it ``is_urgent``: somebody waits for it.
-        """
+        """Called between short pieces of bookkeeping. Suspends after a stretch, longer while
+        requests keep coming, unless it ``is_urgent``."""
         now_s = time.perf_counter()
         worked_s = self.background_s + now_s - self._began_s - self._worked_s
         is_busy = now_s < self.requested_s + _QUIET_S and not is_urgent
@@ -81,8 +78,8 @@ class LoopShare(trio.abc.Instrument):
             await trio.sleep(self._free_at_s - now_s)
 
     def status(self) -> dict[str, Any]:
-        """``seconds`` that background work has taken of the loop since the mount, and its ``share``
-        of the time since this was last asked."""
+        """``seconds`` of background work on the loop since the mount, and its ``share`` since the
+        last call."""
         now_s = time.perf_counter()
         (then_s, before_s), self._told = self._told, (now_s, self.background_s)
         share = (self.background_s - before_s) / max(now_s - then_s, 1e-9)

@@ -31,8 +31,8 @@ import blake3
 NAME = ".aifs-manifest.json"
 FORMAT = 1
 RESERVED = ".aifs-", "..aifs-"
-"""Names in a checkpoint's directory that begin so are of the protocol, not of the checkpoint; the
-second is what a crash leaves of their writing."""
+"""Names in a checkpoint's directory of the protocol; the second is left by a crash while
+writing."""
 
 
 class Digest(NamedTuple):

@@ -1,6 +1,4 @@
-"""The mounts of this process's namespace, as /proc/self/mountinfo tells them: no mount is asked
-anything.
-"""
+"""The mounts of this process's namespace, by /proc/self/mountinfo: no mount is asked."""
 
 import os
 import re
@@ -11,9 +9,8 @@ _LINKS_MAX = 40  # as in the kernel
 
 
 class Mount(NamedTuple):
-    """A line of mountinfo; ``device`` is the number that stat gives for its files, and ``root`` the
-    path within its filesystem that is mounted there.
-    """
+    """A line of mountinfo; ``device``: stat's number of its files; ``root``: the path mounted
+    there."""
 
     device: int
     mountpoint: str
@@ -51,10 +48,8 @@ def mount_of(path: str) -> Mount | None:
 
 
 def first_aifs(path: str) -> tuple[Mount | None, bool]:
-    """The first AIFS mount that a path leads into, and whether it ends there, at the mountpoint.
-
-    As the kernel walks it, with its symlinks, until that mount is reached: it is asked nothing.
-    """
+    """The first AIFS mount on a path, and whether it ends at that mountpoint. Walks symlinks like
+    the kernel, up to the mount, which is not asked."""
     mounts = {mount.mountpoint: mount for mount in all_mounts()}
     full = path if path.startswith("/") else os.path.join(os.getcwd(), path)  # which may be gone
     here, left, links = "/", full.split("/")[::-1], 0

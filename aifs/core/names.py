@@ -6,16 +6,15 @@ NAME_MAX = 255
 """In bytes."""
 
 VIRTUAL = b".aifs-data"
-"""The directory of virtual files, in each directory. It is another name than that of a data
-server's marker: a server may lie in a mount. Stores of earlier versions may have it on record."""
+"""The directory of virtual files in each directory. Not a marker's name: a server may lie in a
+mount. Stores of earlier versions may have it on record."""
 
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+]*://")
 
 
 def is_path(address: str) -> bool:
-    """Whether an address is that of a file or directory, not KIND://REST, which nobody means by the
-    name of a file."""
+    """Whether an address is a path, not KIND://REST."""
     return _ADDRESS.match(address) is None
 
 

@@ -9,9 +9,8 @@ from aifs.core.errors import Invalid
 def parse_pairs(
     what: str, text: str, keys: Collection[str], example: str
 ) -> Iterator[tuple[str, str]]:
-    """The keys and values of ``text``, in order. Raises Invalid, which names ``what`` it belongs
-    to, at the first item that is no pair, has none of these ``keys``, or one that was given before.
-    """
+    """Keys and values of ``text``, in order. Raises Invalid, naming ``what``, at the first item
+    that is no pair, not of these ``keys``, or repeated."""
     seen = set()
     for item in text.split(","):
         key, equals, value = (part.strip() for part in item.partition("="))

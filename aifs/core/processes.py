@@ -11,8 +11,7 @@ _SIGKILL_BIT = 1 << signal.SIGKILL - 1
 
 
 def process_of(thread: int) -> int:
-    """The process of a thread: FUSE names a caller by the number of its thread. The same number if
-    it has ended, or cannot be seen from here."""
+    """The process of a thread, as FUSE names callers; the same number if ended or unseen."""
     try:
         with open(f"/proc/{thread}/status", "rb") as file:
             for line in file:
@@ -24,8 +23,7 @@ def process_of(thread: int) -> int:
 
 
 def is_dying(pid: int) -> bool:
-    """Whether a process of this host has ended or is about to: files that it has open close in a
-    moment, if nothing keeps it in the kernel."""
+    """Whether a process of this host has ended or is about to, closing its files."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat, open(f"/proc/{pid}/status", "rb") as status:
             return says_dying(stat.read(), status.read())
@@ -36,8 +34,7 @@ def is_dying(pid: int) -> bool:
 
 
 def says_dying(stat: bytes, status: bytes) -> bool:
-    """Whether these files of a process in /proc show a zombie, an exit under way, or a SIGKILL that
-    the process has not acted on yet."""
+    """Whether these /proc files show a zombie, an exit, or a pending SIGKILL."""
     state, *numbers = stat.rpartition(b") ")[2].split()
     if state in b"ZX" or int(numbers[5]) & _EXITING:
         return True
@@ -47,10 +44,8 @@ def says_dying(stat: bytes, status: bytes) -> bool:
 
 
 def all_below(pid: int) -> dict[int, float]:
-    """A process and those that it has started, directly or not, which have not been waited for, by
-    number: the seconds of processor of each, and of the children that it has waited for. {}: it is
-    gone. Not among them: those whose parent has ended. Some 20 us for each process that there is.
-    """
+    """A process and its unwaited descendants by number, with processor seconds, also of waited
+    children. {}: it is gone. Without those of ended parents. Some 20 us a process of the system."""
     children: dict[int, list[int]] = {}
     seconds: dict[int, float] = {}
     for name in os.listdir("/proc"):

@@ -1,6 +1,5 @@
-"""Rendezvous hashing: hosts agree on one of them for each of many things, without asking each
-other; when one goes, only what was its is another one's.
-"""
+"""Rendezvous hashing: hosts agree on one of them for each thing without asking; when one goes, only
+its things move."""
 
 from functools import lru_cache
 from hashlib import blake2b

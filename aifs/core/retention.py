@@ -47,9 +47,8 @@ class ListedCheckpoint(NamedTuple):
     complete: bool = True
     """It was shown as a whole, and is neither empty nor damaged."""
     in_use: bool = False
-    """Files of it are open, a pointer such as ``latest`` leads to it, or the owner of the policy
-    may not remove it.
-    """
+    """Files of it are open, a pointer such as ``latest`` leads to it, or the owner may not remove
+    it."""
 
 
 def parse_keep(text: str) -> Keep:
@@ -84,9 +83,7 @@ def format_keep(keep: Keep) -> str:
 
 
 def step_of(name: bytes) -> int | None:
-    """The number that a checkpoint's name ends in (``step-100``, ``global_step100``); None if it
-    does not.
-    """
+    """The number at the end of a checkpoint's name (``step-100``, ``global_step100``), or None."""
     step = run_of(name)[1]
     return None if step < 0 else step
 
@@ -127,8 +124,8 @@ def newest_last(checkpoints: Iterable[ListedCheckpoint]) -> list[ListedCheckpoin
 
 
 def find_disorder(checkpoints: Iterable[ListedCheckpoint]) -> str:
-    """The first complete checkpoint that was published after one of the same run with a higher
-    step, in words; '' if there is none."""
+    """The first complete checkpoint published after one of its run with a higher step, in words; or
+    ''."""
     highest: dict[bytes, tuple[int, bytes]] = {}
     for one in newest_last(checkpoints):
         run, step = run_of(one.name)

@@ -1,8 +1,5 @@
-"""Secrets: that of a cluster, the password of its database, which its hosts also know each other
-by; and that of clients that may ask a mount for its metrics.
-
-Each is a file with one line of text, that nobody may read but its owner.
-"""
+"""Secrets: a cluster's, its database's password, by which hosts know each other; and that of
+clients of a mount's metrics. Each is a file with one line, readable by its owner alone."""
 
 import ipaddress
 import os
@@ -21,8 +18,7 @@ FROM_DATABASE = (
 
 
 def read_secret(path: str, of: str = "the cluster", source: str = FROM_DATABASE) -> str:
-    """Raises StoreError that says what is wrong with the file, and what to do: ``source`` is where
-    to get it."""
+    """Raises StoreError with the file's fault, and advice: ``source``, where to get it."""
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -68,11 +64,9 @@ class Stranger:
 
 
 class Strangers:
-    """Places for connections whose other end has not proved yet whose it is. Anybody may open them,
-    so none is refused: when all places are taken one of the address that has most of them gives
-    way, a silent one before one that has spoken, the oldest first. So an address keeps no other one
-    out, and one that opens connections without end drives out its own. Used from one trio thread.
-    """
+    """Places for connections not yet authenticated. None is refused: without free places, one of
+    the address with most gives way, silent before speaking ones, the oldest first. So an address
+    drives out only its own. Used from one trio thread."""
 
     def __init__(self, places: int) -> None:
         self._places = places
@@ -83,8 +77,8 @@ class Strangers:
 
     @contextmanager
     def place(self, source: str) -> Iterator[Stranger]:
-        """Of a connection from ``source``, a name that ``source_of`` gives. The block is cancelled,
-        and left, when the connection must give way."""
+        """For a connection from ``source`` (``source_of``). The block is cancelled, and left, to
+        give way."""
         if self._taken >= self._places:
             most = max(self._here.values(), key=_weight)
             leaving = next((one for one in most if not one.has_spoken), next(iter(most)))
@@ -109,5 +103,5 @@ class Strangers:
 
 
 def _weight(of_source: dict[Stranger, None]) -> tuple[int, bool]:
-    """Of several with as many, one whose first is silent gives way."""
+    """Of equal counts, one whose first is silent gives way."""
     return len(of_source), not next(iter(of_source)).has_spoken

@@ -1,7 +1,5 @@
-"""How many requests of each kind have been answered, and how long that took. Pure.
-
-Counting costs a third of a microsecond for a request, so it is always done.
-"""
+"""Answered requests of each kind, and their time. Pure. A request costs a third of a microsecond,
+so it is always on."""
 
 import errno
 from collections import defaultdict
@@ -10,13 +8,13 @@ from typing import Any
 ANSWERS = frozenset(
     (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENODATA, errno.ENOTSUP, errno.EOPNOTSUPP)
 )
-"""Errno values that answer a question of a program: there is no such name or attribute, or there is
-one already. ``ls -l`` asks for the security context of each file, for example. Nothing failed."""
+"""Errnos that answer questions of programs: no such name or attribute, or there is one. ``ls -l``
+asks each file for a security context. No failures."""
 
 UNIT_NS = 8000
 BUCKETS = 24
-"""Bucket i counts what took less than ``2**i`` units and no bucket before it has counted: below
-8 us, 16 us, ... 33 s, and the last one all that took longer."""
+"""Bucket i counts requests below ``2**i`` units and in no earlier one: below 8 us, 16 us, ... 33 s;
+the last, all longer."""
 
 
 class Served:
@@ -31,8 +29,8 @@ class Served:
         self.nanoseconds = 0
 
     def add(self, duration_ns: int, number: int = 0, moved: int = 0) -> None:
-        """One has been answered, with ``moved`` bytes of a file. ``number``: the errno; with 0, and
-        those in ANSWERS, it is no error."""
+        """Count one with ``moved`` bytes of a file. ``number``: the errno; 0, and ANSWERS, are no
+        errors."""
         bucket = (duration_ns // UNIT_NS).bit_length()
         self.buckets[bucket if bucket < BUCKETS else -1] += 1
         self.nanoseconds += duration_ns
@@ -41,8 +39,8 @@ class Served:
             self.errors[number] = self.errors.get(number, 0) + 1
 
     def status(self) -> dict[str, Any]:
-        """``count``, ``seconds``, ``bytes``, ``buckets`` without zeros at its end, and ``errors``
-        by their names."""
+        """``count``, ``seconds``, ``bytes``, ``buckets`` without final zeros, ``errors`` by
+        name."""
         last = max((number for number, count in enumerate(self.buckets) if count), default=-1)
         return {
             "count": sum(self.buckets),
@@ -64,8 +62,7 @@ class AllServed(defaultdict[str, Served]):
 
 
 def quantile(buckets: list[int], fraction: float) -> float | None:
-    """Seconds within which this part of the requests in ``buckets`` was answered: the upper end of
-    a bucket. None: there were none."""
+    """Seconds for this part of the requests: a bucket's upper end. None: no requests."""
     left = fraction * sum(buckets)
     if not left:
         return None

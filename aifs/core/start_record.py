@@ -158,8 +158,8 @@ def _file_of(path: Any, ino: Any, size: Any, mtime_ns: Any, numbers: Any) -> Hot
 
 
 def union(records: Sequence[StartRecord]) -> list[HotFile]:
-    """The files that any of these, newest first, has touched: in the order of the newest, then
-    those that only others have. A file that has changed is as the newest has it."""
+    """The files of these records, newest first: in the newest's order, then others'; each as the
+    newest has it."""
     files: dict[int, HotFile] = {}
     for record in records:
         for file in record.files:

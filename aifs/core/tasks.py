@@ -24,11 +24,8 @@ _AT_ONCE = 128
 
 
 async def run_all(*functions: Callable[[], Awaitable[Any]]) -> None:
-    """Await all of ``functions``, some at a time. If some fail, the rest still finish; the first
-    error is raised.
-
-    They must not wait for one another.
-    """
+    """Await all ``functions``, some at a time; if some fail the rest finishes, and the first error
+    is raised. They must not wait for one another."""
     if len(functions) < 2:  # a nursery costs more than most of what is asked for
         for function in functions:
             await function()
@@ -53,10 +50,8 @@ async def run_all(*functions: Callable[[], Awaitable[Any]]) -> None:
 async def run_each(
     at_once: int, items: Iterable[Item], do: Callable[[Item], Awaitable[Any]]
 ) -> None:
-    """Await ``do`` for each item, ``at_once`` of them at a time.
-
-    The task that meets an error ends, others go on; the first error is raised.
-    """
+    """Await ``do`` for each item, ``at_once`` at a time. A failing task ends, others go on; the
+    first error is raised."""
     following = iter(items)
 
     async def work() -> None:

@@ -1,10 +1,6 @@
-"""Files and directories of users, on a mount or any other filesystem: made with the caller's umask,
-as programs do.
-
-The same rules as in ``files``, whose hook sees these operations too: everything blocks, errors are
-the operating system's own, and nothing is durable until it is synced; where a function syncs, it
-says so.
-"""
+"""Users' files and directories on any filesystem, made with the caller's umask. As in ``files``,
+whose hook sees these: all blocks, errors are the system's, nothing is durable until synced, unless
+stated."""
 
 import errno
 import os
@@ -21,8 +17,7 @@ _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 
 
 def make_dir(path: str) -> bool:
-    """Make the directory ``path`` and its missing parents; returns whether ``path`` is new. The
-    names are not synced."""
+    """Make the directory ``path`` with missing parents, unsynced; whether ``path`` is new."""
     parent = os.path.dirname(path)
     if parent and not os.path.isdir(parent):
         make_dir(parent)
@@ -36,9 +31,7 @@ def make_dir(path: str) -> bool:
 
 
 def make_durable_dir(path: str) -> None:
-    """Make the directory ``path`` and its missing parents; the names that are new are durable on
-    return.
-    """
+    """Make the directory ``path`` with missing parents; new names are durable."""
     parent = os.path.dirname(path)
     if parent and not os.path.isdir(parent):
         make_durable_dir(parent)
@@ -55,11 +48,8 @@ def create_file(path: str) -> int:
 
 
 def replace_file(path: str, data: bytes, durable: bool = True) -> None:
-    """Make ``path`` hold ``data``, all or nothing, even if others do so at the same time.
-
-    If ``durable`` the bytes are when they get the name, but not the name: that takes a
-    ``sync_dir``.
-    """
+    """Make ``path`` hold ``data``, all or nothing, also among concurrent calls. ``durable``: the
+    bytes are before the name, not the name: that takes a ``sync_dir``."""
     temporary = beside(path)
     fd = create_file(temporary)
     try:
@@ -72,8 +62,7 @@ def replace_file(path: str, data: bytes, durable: bool = True) -> None:
 
 
 def replace_symlink(path: str, target: str) -> None:
-    """Make ``path`` a symlink to ``target``, replacing any file or symlink of that name at once.
-    Not synced."""
+    """Replace ``path`` by a symlink to ``target`` at once. Not synced."""
     temporary = beside(path)
     _before("symlink", temporary)
     os.symlink(target, temporary)
@@ -82,8 +71,8 @@ def replace_symlink(path: str, target: str) -> None:
 
 
 def replace_by_link(path: str, source: str) -> bool:
-    """Make ``path`` a hard link to the file ``source``, replacing any file of that name at once.
-    False: that cannot be, such as between filesystems. Not synced."""
+    """Replace ``path`` by a hard link to ``source`` at once. False: impossible, as between
+    filesystems. Not synced."""
     temporary = beside(path)
     _before("link", temporary)
     try:
@@ -107,9 +96,7 @@ def set_mode(path: str, mode: int) -> None:
 
 
 def beside(path: str) -> str:
-    """A name beside ``path`` that nobody else uses, and that says of what it is left over if it
-    is.
-    """
+    """An unused name beside ``path`` that shows what it is left over from."""
     directory, name = os.path.split(path)
     return os.path.join(directory, f".{name}.{os.urandom(4).hex()}.tmp")
 
@@ -126,9 +113,7 @@ def rename_new(old: str, new: str) -> None:
 
 
 def exchange(old: str, new: str) -> None:
-    """Let two names change places, at once. Not synced. EINVAL or ENOSYS where the filesystem
-    cannot.
-    """
+    """Exchange two names at once. Not synced. EINVAL or ENOSYS if unsupported."""
     _rename(old, new, _RENAME_EXCHANGE, "exchange")
 
 
@@ -143,21 +128,16 @@ def _rename(old: str, new: str, flags: int, op: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Remove the directory ``path`` and all below it; a name that is gone already is no error.
-    Not synced. Raises NotADirectoryError for a symlink: none is followed, there or below.
-    """
+    """Remove the directory ``path`` with its tree; missing names are no error. Not synced. Raises
+    NotADirectoryError for a symlink; follows none."""
     with suppress(FileNotFoundError):
         empty_dir(path)
         files.remove_dir(path)
 
 
 def empty_dir(path: str) -> None:
-    """Remove all that is in the directory ``path``. Raises FileNotFoundError if there is none. Not
-    synced.
-
-    It goes by descriptors (fwalk), so a user that puts a symlink where a directory was has
-    nothing removed behind it.
-    """
+    """Remove all in the directory ``path``, by descriptors (fwalk): no symlink leads elsewhere.
+    Raises FileNotFoundError if it is missing. Not synced."""
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     for where, directories, others, fd in os.fwalk(path, topdown=False, follow_symlinks=False):
@@ -168,5 +148,5 @@ def empty_dir(path: str) -> None:
 
 
 def _is_directory(name: str, parent: int) -> bool:
-    """A symlink to one is none, though fwalk counts it among them."""
+    """A symlink is none, unlike in fwalk."""
     return stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode)

@@ -1,6 +1,5 @@
-"""Sizes in bytes, counts, durations in seconds, and levels of compression, as people write them:
-``1MiB``, ``1M``, ``100ms``, ``zstd:3``. Pure.
-"""
+"""Sizes, counts, durations (s), and compression, as people write them: ``1MiB``, ``1M``, ``100ms``,
+``zstd:3``. Pure."""
 
 import math
 import re
@@ -33,8 +32,7 @@ def _exact(number: str) -> "Decimal":
 
 def parse_size(text: str) -> int:
     """Bytes, from ``4096``, ``4KiB`` (1024s) or ``2GB`` (1000s). ValueError says what is
-    allowed.
-    """
+    allowed."""
     match = _QUANTITY.fullmatch(text)
     factor = _SIZES.get(match[2] or "B") if match else None
     size = _exact(match[1]) * factor if match and factor else None
@@ -75,9 +73,7 @@ def format_size(size: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """The largest unit that divides ``seconds``, which ``parse_duration`` reads back: ``1d``,
-    ``100ms``.
-    """
+    """In the largest unit that divides it, for ``parse_duration``: ``1d``, ``100ms``."""
     us = _exact(str(seconds)) * _DURATIONS["s"]
     for unit in ("d", "h", "min", "s", "ms"):
         if us and us % _DURATIONS[unit] == 0:
@@ -98,9 +94,8 @@ def describe_size(size: int) -> str:
 
 
 def parse_compress(text: str) -> int:
-    """The zstd level that ``text`` (``none``, ``zstd``, ``zstd:LEVEL``) asks for; 0 for none.
-    ValueError says what is allowed.
-    """
+    """The zstd level of ``none``, ``zstd``, ``zstd:LEVEL``; 0 for none. ValueError says what is
+    allowed."""
     codec, colon, level = text.partition(":")
     if text == "none":
         return 0

@@ -1,17 +1,14 @@
 """Background work: one task decides which step runs next, by due time and by requests.
 
-Each part of a store that has work to do in the background has a *step*: it does what is due, and
-says in how many seconds it wants to run again unless it is asked for earlier. A kind of work that
-is due gets a task, which ends with the step, so an idle store has the one task that sleeps until
-the earliest due time.
+Each part has a *step* that does what is due, and returns seconds until the next, unless asked
+earlier. A due kind of work gets a task for the step; an idle store has one sleeping task.
 
-The kinds never wait for one another: any of them may hang on a server for long, a scrub takes days,
-and room in the burst tier is needed meanwhile. So each kind is a lane of its own, of one task, or
-of several where it has that many *workers*: one more begins each time that somebody asks, up
-to that number. If a step of one kind fails, that is logged, and tried again; the others go on.
+Kinds never wait for one another: one may hang on a server, a scrub takes days, and the burst tier
+needs room. So each is a lane of one task, or of several *workers*, one more at each request up to
+the number. A failed step is logged, and repeated; others go on.
 
-Where several hosts have a store mounted, each does what its own burst directories need; the rest
-is added (``add``) on the one that has the role, and never ends before the mount.
+Of several hosts each serves its own burst directories; the rest is added (``add``) on the holder of
+the role, and lasts as long as the mount.
 """
 
 import math
@@ -114,8 +111,8 @@ class Upkeep:
                 self._earlier.set()
 
     async def have_done(self, work: Work) -> None:
-        """A step of this work that began after the call has ended, perhaps with an error; at once
-        where the work is not done here."""
+        """Wait for the end, maybe with an error, of a step that began after the call; at once if
+        the work is not done here."""
         if work in self._jobs:
             ended = trio.Event()
             self._waiting.append((work, self._begun[work] + 1, ended))
@@ -185,17 +182,15 @@ class Upkeep:
 
 
 class Role:
-    """Whether this host has the role. Made before the parts that ask; on a store of one host it is
-    always held.
+    """Whether this host has the role; always with one host. Made before the parts that ask.
 
-    Of the live sessions the one that was the first to join has it. So nobody loses the role but
-    with its session; then it uses no server any more (Ownership.over), and need not be told to
-    stop. Used from one trio thread.
+    The live session that joined first has it, until its end: then it uses no server
+    (Ownership.over), and need not be stopped. Used from one trio thread.
     """
 
     def __init__(self, ask_live: Callable[[], Awaitable[frozenset[int]]] | None = None) -> None:
-        """``ask_live``: asks the table of sessions which hosts have one now, by their numbers;
-        None: the store has one host. Until ``tell`` the role is held there alone."""
+        """``ask_live``: hosts with sessions now, by number; None: one host. Until ``tell`` only
+        that has the role."""
         self.is_shared = ask_live is not None
         """Whether several hosts may have the store mounted."""
         self.held = not self.is_shared
@@ -216,8 +211,7 @@ class Role:
         await self._changed.wait()
 
     async def ask_live(self) -> frozenset[int]:
-        """The hosts that have a session now. Records from before of a host that has none
-        are nobody's: a session begins before its first change. Raises Unavailable.
-        """
+        """Hosts with a session now. Others' earlier records are nobody's: sessions begin before
+        changes. Raises Unavailable."""
         assert self._ask_live is not None
         return await self._ask_live()

@@ -1,13 +1,11 @@
-"""The causes of waiting: of requests and drains, and what keeps each of them now.
+"""The causes of waiting, of requests and drains.
 
-An *activity* is one request, or one piece of work in the background that people wait for. It stands
-in the context of the task that does it, and of those that are started there. The few places where
-a task has to wait for something outside of the daemon's own work say so, with one of these causes;
-a lock-free hot path enters none of them.
+An *activity* is one request, or background work that people wait for, in the context of its task
+and those started there. Places that wait for something outside of the daemon name a cause; hot
+paths enter none.
 
-Its seconds are divided among the causes: at each moment the newest wait that has not ended counts,
-also where several tasks wait at once. So they never add up to more than what has passed; the rest
-is the daemon's own work, and its queue.
+The newest unended wait counts at each moment, also with several tasks. So causes never add up to
+more than the time passed; the rest is the daemon's work, and its queue.
 """
 
 import time
@@ -68,12 +66,11 @@ class Activity:
     __slots__ = ("_mark_ns", "_spent_ns", "_waits", "args", "began_ns", "describe", "unique")
 
     def __init__(self, describe: Callable[..., Request | None], args: tuple, began_ns: int) -> None:
-        """``describe(*args)`` says what it is, when somebody asks; None: it is not shown.
-        ``began_ns``: of ``time.perf_counter_ns``."""
+        """``describe(*args)`` tells what it is; None: not shown. ``began_ns``:
+        ``time.perf_counter_ns``."""
         self.describe = describe
         self.args: tuple | None = args
-        """None: it is over. Tasks that it has started may still run, and are no part of it any
-        more."""
+        """None: it is over. Tasks it started may still run, without it."""
         self.began_ns = began_ns
         self.unique = 0
         """The kernel's number of the request, where somebody wants to know it; 0: it has none."""
@@ -127,8 +124,7 @@ class Activity:
 _current: ContextVar[Activity | None] = ContextVar("activity", default=None)
 
 begin = _current.set
-"""From now on the current task works for this activity, until it begins another one. The end of the
-activity takes its ``args`` away, which may be large."""
+"""The current task works for this activity from now on. Its end drops its ``args``, maybe large."""
 
 
 def current_unique() -> int:
@@ -143,8 +139,8 @@ Ended = Callable[[Activity, int], None]
 
 @contextmanager
 def doing(ended: Ended, operation: str, inos: Sequence[int]) -> Iterator[None]:
-    """Within it, and in the tasks that are started there, something is done in the background about
-    these inodes, which are one at least."""
+    """In the block, and tasks started there, background work is done about these inodes, at least
+    one."""
     first, *others = inos
     request = Request(operation, first, others=tuple(others))
     activity = Activity(lambda: request, (), time.perf_counter_ns())
@@ -187,8 +183,7 @@ class waits_for:  # noqa: N801 (it is read as a statement)
 
 
 def under_way() -> Iterator[tuple[Activity, list[trio.lowlevel.Task]]]:
-    """All activities that are not over, and the tasks that work for each, as the scheduler knows
-    them: so nothing has to be noted when one begins. Some 2 us a task."""
+    """All activities that are not over, with their tasks, from the scheduler. Some 2 us a task."""
     found: dict[Activity, list[trio.lowlevel.Task]] = {}
     for task, _ in running_tasks():
         activity = task.context.get(_current)

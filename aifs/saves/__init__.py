@@ -1,3 +1,1 @@
-"""How checkpoints become visible, and go, at one stroke: the barrier, publishing, pending
-directories, groups of ranks, retention.
-"""
+"""How checkpoints appear, and go, at one stroke: barrier, publishing, groups, retention."""

@@ -1,6 +1,5 @@
-"""Which files belong to groups: closing one below a directory whose group is open adds it, opening
-it for writing takes it back, removing it takes it out.
-"""
+"""Which files belong to groups: closing one below an open group's directory adds it, opening it for
+writing, or removing it, takes it out."""
 
 import time
 from contextlib import suppress
@@ -48,9 +47,7 @@ class Closing:
         """By inode number: the last close that is under way."""
 
     async def find_above(self, ino: int) -> DirectoryGroup:
-        """The group of a directory, or of the nearest one that ``ino`` lies below. Raises
-        NoAttribute.
-        """
+        """The group of the nearest directory above ``ino``, or of itself. Raises NoAttribute."""
         group = self._members.group_of.get(ino)
         if group is not None:
             return group
@@ -93,7 +90,7 @@ class Closing:
         return withheld
 
     async def _take_part(self, top: int) -> None:
-        """A file of this host may belong to the group of a directory from now on."""
+        """Note that a file of this host may belong to the directory's group."""
         group = self._table.by_directory.get(top)
         if group is not None and group.is_open:
             try:
@@ -102,9 +99,8 @@ class Closing:
                 _log.info("group %d: a file is drained as usual: %s", group.record.id, error)
 
     async def commit_file(self, inode: Inode) -> None:
-        """A file counts as closed, though the caller has it open: it is durable in the burst tier
-        on return. Raises NoAttribute, Busy if others write to it, Invalid if the group's ranks
-        commit."""
+        """Count a file as closed, though the caller has it open; durable in the burst tier on
+        return. Raises NoAttribute, Busy for other writers, Invalid if the group's ranks commit."""
         group = await self.find_above(inode.ino)
         if group.record.options.explicit:
             raise Invalid("the group's ranks commit, on its directory; files do not")
@@ -119,7 +115,7 @@ class Closing:
         self._course.complete(group)
 
     def _require_one_writer(self, ino: int) -> bool:
-        """Whether a file is open for writing. Raises Busy if it is more than once."""
+        """Whether a file is open for writing. Raises Busy if more than once."""
         opened = self._io.table.open.get(ino)
         if opened is not None and opened.writers > 1:
             raise Busy("others have the file open for writing")
@@ -136,7 +132,7 @@ class Closing:
                 self._course.start(self._reopened, group, ino, time.time_ns())
 
     async def _reopened(self, group: DirectoryGroup, ino: int, opened_ns: int) -> None:
-        """Nobody counts a file any more that was closed, and is being written here."""
+        """A closed file is being written here: it counts no more."""
         with suppress(FsError):  # then it counts as it was closed
             await self._engine.transact(
                 groups.remove_closed, group.ino, group.record.id, ino, opened_ns

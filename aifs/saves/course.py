@@ -1,7 +1,5 @@
-"""What becomes of a group: after the last commit all of it is buffered, recorded, published and
-drained; it may end before that, and another host may be the one that decides it.
-docs/design/commit.md has the states.
-"""
+"""The course of a group: after the last commit it is buffered, recorded, published and drained; it
+may end before, or be decided by another host (states: docs/design/commit.md)."""
 
 import json
 import time
@@ -78,8 +76,8 @@ class Course:
 
     @asynccontextmanager
     async def running(self, publish: Publish) -> AsyncIterator[trio.Nursery]:
-        """Inside, what is started goes on, also what the caller starts in the nursery.
-        ``publish``: for groups that are complete."""
+        """Within the block started work goes on, also the caller's in the nursery. ``publish``: for
+        complete groups."""
         self._show = publish
         try:
             async with trio.open_nursery() as self._nursery:
@@ -117,7 +115,7 @@ class Course:
             self.start(self._settle, group)
 
     async def _settle(self, group: DirectoryGroup) -> None:
-        """All have committed: all is buffered, recorded, published, drained."""
+        """After the last commit: buffer, record, publish, drain."""
         if group.is_open:
             try:
                 await self._buffer(group)
@@ -182,7 +180,7 @@ class Course:
         await self.become(group, record)
 
     async def _store(self, group: DirectoryGroup) -> None:
-        """Returns when it is durable."""
+        """Wait until it is durable."""
         with doing(self._ended, "drain", [group.ino]):
             lost = await self._store_all(group)
             while not group.is_settled:
@@ -209,8 +207,8 @@ class Course:
             self._table.look()
 
     async def _store_all(self, group: DirectoryGroup) -> list[str]:
-        """What all hosts have of a group is on the data servers on return, but for that of hosts
-        that have died: their names."""
+        """Have all hosts bring a group to the data servers; returns names of hosts that died
+        before."""
         await self._engine.shown()  # they know that it is committed
         lost: list[str] = []
         kept: dict[int, set[bytes]] = {}
@@ -251,9 +249,8 @@ class Course:
     async def become(
         self, group: DirectoryGroup, record: GroupRecord, then: Callable[[], None] = lambda: None
     ) -> bool:
-        """The group is as ``record`` says, in core and on record; ``then`` is called when it is so
-        in core. False, with nothing done: another host was first.
-        """
+        """Make the group as ``record`` says, in core and on record; ``then`` is called when core
+        is. False, with nothing done: another host was first."""
         if group.host:
             if not await self._put_first(group, record):
                 return False
@@ -265,9 +262,8 @@ class Course:
         return True
 
     async def _put(self, group: DirectoryGroup) -> None:
-        """What has become of it is on stable storage on return. Where that cannot be written, it
-        counts in this mount alone.
-        """
+        """Bring the group's state to stable storage; if that fails it counts in this mount
+        alone."""
         try:
             async with self._table.recording:
                 await self._engine.transact(groups.update, group.ino, group.record)
@@ -278,8 +274,8 @@ class Course:
             )
 
     async def _put_first(self, group: DirectoryGroup, record: GroupRecord) -> bool:
-        """Where there are several hosts: have a group be as ``record`` says, which is on stable
-        storage on return. False: another host was first, whose change is known then."""
+        """With several hosts: bring ``record`` to stable storage. False: another host was first;
+        its change is known then."""
         before, after = group.record._asdict(), record._asdict()
         changes = {name: value for name, value in after.items() if value != before[name]}
         try:
@@ -306,8 +302,8 @@ class Course:
     # --- what other hosts make of it ---
 
     def follow(self, ino: int, record: GroupRecord | None) -> None:
-        """Another host has made this of the record of a directory's group; None: it has none any
-        more. Does not block."""
+        """Another host has changed the record of a directory's group (None: removed). Does not
+        block."""
         group = self._table.by_directory.get(ino)
         if group is not None and (record is None or record.id != group.record.id):
             self._ended_elsewhere(group)
@@ -330,8 +326,8 @@ class Course:
         self._table.look()
 
     def adopt_state(self, group: DirectoryGroup, is_settled: bool = False) -> None:
-        """On record a group is committed until it is durable. ``is_settled``: here it was draining
-        already; of one that another host sees to the record says whether it is."""
+        """Take the recorded state over: committed until durable. ``is_settled``: it was draining
+        here; else the record of the host that sees to it says so."""
         record = group.record
         if record.state != "committed":
             return
@@ -356,7 +352,7 @@ class Course:
             self._table.look()
 
     def _ended_elsewhere(self, group: DirectoryGroup) -> None:
-        """What it came to is on record no more: it has its name, or it was given up."""
+        """It is off record: its directory has its name, or it was given up."""
         if group.is_live and not group.shares and group.is_complete:
             group.record = group.record._replace(state="committed", pending=None)
         elif group.is_held:
@@ -369,8 +365,8 @@ class Course:
         self._table.look()
 
     def follow_member(self, ino: int, number: int, member: GroupMember | None) -> None:
-        """A rank has committed on another host, or a file was closed there; None: it counts no
-        more. Does not block."""
+        """Another host has recorded a rank's commit or a closed file (None: removed). Does not
+        block."""
         group = self._table.by_directory.get(ino)
         if group is None:
             return

@@ -1,18 +1,13 @@
-"""Digests of chunks that may be equal: every byte is read once, and what is equal is hashed once.
-What to hash is a plain value, and carried out wherever there is room for it (see movers), in worker
-threads.
+"""Digests of chunks that may be equal: every byte is read once, and equal ones are hashed once, in
+worker threads, anywhere (a plain value, see movers).
 
-Chunks of the same length are read side by side, a part of each at a time. As long as their parts
-are equal, byte by byte, one state of the hash stands for all of them; where they part, each kind
-goes on with a copy of it. So a digest is always that of the very bytes that were read of this
-chunk, whatever happens to the files of the others meanwhile. The parts that are compared lie in the
-processor's cache: a chunk that is equal to another one costs little more than the copying. Chunks
-that differ cost what they would alone.
+Chunks of one length are read side by side, part by part. Equal parts share one state of the hash;
+where they differ, each goes on with a copy. So a digest is of the bytes read, whatever happens to
+other files. Parts fit the processor's cache: an equal chunk costs little more than copying.
 
 Bytes are read, not mapped: a failing device would end the process, and page faults cost as much as
-copying does. A chunk of zeros alone is recognised on the way, before anything is hashed; holes are
-not even read. Other threads run meanwhile, which is why the parts are large: each read, comparison
-and hash ends with a wait for the interpreter, which other threads use.
+copying. Zeros are recognised before hashing, holes not read. Parts are large because each read,
+comparison and hash ends with a wait for the interpreter.
 """
 
 import threading
@@ -57,8 +52,8 @@ class Hashing(NamedTuple):
     copies: Mapping[int, CopyToHash]
     """By number."""
     columns: Sequence[tuple[int, Sequence[tuple[int, int]]]]
-    """The length of some chunks, up to TOGETHER; of each, the number of its copy, and where in that
-    it begins."""
+    """The length of up to TOGETHER chunks; of each, its copy's number, and where it begins
+    there."""
 
 
 class HashSource(NamedTuple):
@@ -93,9 +88,7 @@ Place = tuple[HashSource, int]
 
 
 class Digests(NamedTuple):
-    """Of some chunks, in order; an error of one that cannot be read. ``compared``: bytes that
-    needed no hash.
-    """
+    """Of some chunks, in order; or the error of reading one. ``compared``: bytes without a hash."""
 
     digests: list[bytes | FsError]
     compared: int
@@ -104,9 +97,8 @@ class Digests(NamedTuple):
 async def hash_chunks(
     asked: Hashing, tools: MakingTools, cancelled: Callable[[], bool]
 ) -> Sequence[Digests] | None:
-    """The BLAKE3-256 digests of the chunks of each column. ZEROS of zeros. None if it has been
-    ``cancelled`` before it begins; it is bounded by what is asked for. Raises Unavailable for a
-    device that is not registered."""
+    """The BLAKE3-256 digests of each column's chunks; ZEROS for zeros. None if ``cancelled`` before
+    it begins. Raises Unavailable for an unregistered device."""
     if cancelled():
         return None
     device = tools.servers[next(iter(asked.copies.values())).place.server]
@@ -185,7 +177,6 @@ def _not_holes(length: int, places: Sequence[Place], found: list[bytes | FsError
 
 
 def _memory() -> memoryview:
-    """This thread's."""
     if not hasattr(_local, "memory"):
         _local.memory = memoryview(bytearray(_MEMORY))
     return _local.memory

@@ -1,6 +1,5 @@
-"""One group: its members, those that are missing, and its state. Pure: times are seconds of one
-clock, given by the caller; docs/design/commit.md has the states.
-"""
+"""One group: members, missing ones, state. Pure: callers give times in seconds of one clock
+(states: docs/design/commit.md)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -51,8 +50,8 @@ class File:
 
 
 class DirectoryGroup:
-    """The group of a directory. It may be asked to store what its ranks write as one (``shares``),
-    to keep the directory pending until all of them have committed (``pending``), or both."""
+    """A directory's group: it stores what its ranks write as one (``shares``), keeps the directory
+    pending until all have committed (``pending``), or both."""
 
     def __init__(
         self, ino: int, record: GroupRecord, report: Any, now: float, now_ns: int, host: int = 0
@@ -95,9 +94,7 @@ class DirectoryGroup:
         self.settling = False
         """Whether its end after the last commit has begun."""
         self.sizes: dict[int, int] = {}
-        """Of the files of ranks that have committed, the first one first, if all have to have one
-        size.
-        """
+        """Of files of committed ranks, the first one first, if all must have one size."""
         self.publish_failure: FsError | None = None
         """What the publish at its end has failed with, in this mount."""
         self.event = trio.Event()
@@ -151,9 +148,7 @@ class DirectoryGroup:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no more happens to it before its files are drained: it is published, if it is to
-        be before that.
-        """
+        """Whether nothing happens to it before the drain: it is published, if wanted before."""
         return self.record.state not in ("open", "committed")
 
     # --- who has committed ---
@@ -200,8 +195,8 @@ class DirectoryGroup:
             raise Invalid("all ranks of the group have committed already")
 
     def require_success(self) -> None:
-        """Raises MemberDied, Invalid (sizes that differ), GroupCancelled, GroupTimeout or
-        Unavailable if it has ended without success."""
+        """Raises MemberDied, Invalid (sizes differ), GroupCancelled, GroupTimeout or Unavailable if
+        it has failed."""
         record = self.record
         if record.state == "failed":
             raise (MemberDied if record.dead >= 0 else Invalid if record.unequal else Unavailable)(
@@ -213,15 +208,12 @@ class DirectoryGroup:
             raise GroupTimeout(record.error)
 
     def require_rank(self, rank: int) -> None:
-        """Raises Invalid unless ``rank`` may join or commit now, and what the group has ended
-        with.
-        """
+        """Raises Invalid unless ``rank`` may join or commit now, and the group's error."""
         self.require_success()
         self.require_may_commit(rank, again=False)
 
     def require_may_commit(self, rank: int, again: bool) -> None:
-        """Raises Invalid: there is no such rank, it has committed and this is not ``again``, or the
-        group has ended, and its directory is not pending."""
+        """Raises Invalid: no such rank, committed and not ``again``, or ended and not pending."""
         options = self.record.options
         if not options.explicit:
             raise Invalid(
@@ -363,8 +355,8 @@ class DirectoryGroup:
 def describe_ranks(
     group: DirectoryGroup, most: int, hosts: Mapping[int, str]
 ) -> list[dict[str, Any]]:
-    """What is known of the ranks, for people and programs; if they are more than ``most``, of those
-    that have not committed, and of no more of them. ``hosts``: names, where there are several."""
+    """The ranks, for people and programs; of more than ``most``, only so many uncommitted ones.
+    ``hosts``: names, if there are several."""
     record = group.record
     if not record.options.explicit:
         return []

@@ -1,10 +1,8 @@
-"""Draining the members of a group together: what is equal in them is stored once.
+"""Draining the members of a group together: equal bytes are stored once.
 
-A member is *prepared* when it has been written: it is leased, as for any drain, cut
-(layout/borders.py), and hashed, while others are still being written. When the group is complete,
-its members are stored (storing.py): what is new, by a plan; then their files are flipped, some at a
-time. Digests count as long as the lease holds that they were computed under, so they are never
-those of bytes that have changed.
+A written member is *prepared*: leased, cut (layout/borders.py), and hashed, while others are still
+written. The complete group is stored (storing.py): new chunks, by a plan; then files are flipped,
+some at a time. Digests count under the lease they were made under, so bytes have not changed.
 """
 
 import os
@@ -34,9 +32,8 @@ _CHUNKS_MAX = (
 
 
 class GroupDrain:
-    """All groups of one mount. Used from one trio thread; prepares many at a time, and stores one
-    group at a time.
-    """
+    """All groups of one mount, in one trio thread; prepares many at a time, stores one at a
+    time."""
 
     def __init__(self, services: Services, drainer: Drainer) -> None:
         config = services.config
@@ -64,9 +61,8 @@ class GroupDrain:
     async def prepare(self, member: Prepared, chunk: int, report: GroupReport) -> None:
         """Lease, cut and hash a file that nobody writes to any more.
 
-        It can be stored if it has no outcome on return; else, and if this is cancelled, it has been
-        released. Hashing waits for ``store``, which does it for all members together, as soon as
-        the member is in a hurry. ``chunk``: bytes of the largest chunks.
+        Without outcome on return it can be stored; else, or cancelled, it is released. For a member
+        in a hurry ``store`` hashes all together. ``chunk``: bytes of the largest chunks.
         """
         done = False
         async with member.busy:
@@ -85,9 +81,8 @@ class GroupDrain:
                     await self._release(member)
 
     async def release(self, member: Prepared) -> None:
-        """Give up lease and digests, and let go of the file; it has an outcome on return. May be
-        called again, and while the member is being prepared, which then ends soon; not while it is
-        being stored."""
+        """Give up lease, digests and file; it has an outcome on return. May be repeated, and ends
+        preparation soon; not while it is stored."""
         member.unwanted = True
         with trio.CancelScope(shield=True):
             async with member.busy:
@@ -128,9 +123,7 @@ class GroupDrain:
                 )
 
     def hurry(self) -> None:
-        """Some members have come to be in a hurry: those that are being prepared get the rest of
-        their digests in ``store``.
-        """
+        """Members are in a hurry: ``store`` makes the rest of their digests."""
         self._hasher.hurry()
 
     async def _work(self, copy: BurstCopy, function: Any, *args: Any) -> Any:
@@ -170,8 +163,8 @@ class GroupDrain:
         asked: Asked,
         wanted: Mapping[bytes, tuple[int, ...]],
     ) -> set[bytes]:
-        """Store chunks of members that ask for the same, for all that have them: see Storing.keep.
-        They stay until ``let_go``."""
+        """Store chunks of like members for all that have them, until ``let_go``: see
+        Storing.keep."""
         lists = self._kept.setdefault(group_id, [])
         async with self._one_group:
             some = self._kinds(members).get(asked)
@@ -197,7 +190,7 @@ class GroupDrain:
             self._collector.add_garbage(lists.pop())
 
     def _kinds(self, members: Sequence[Prepared]) -> dict[Asked, list[Prepared]]:
-        """Those that can be stored, but for tiny ones, by what they ask for."""
+        """Storable members, without tiny ones, by what they ask for."""
         kinds: dict[Asked, list[Prepared]] = {}
         for member in members:
             if member.outcome is None and member.is_hashed and not self._drainer.is_tiny(member):
@@ -211,11 +204,11 @@ class GroupDrain:
         report: GroupReport,
         kept: Collection[bytes] = (),
     ) -> None:
-        """Bring the members of a complete group to the capacity tier; each has its outcome on
-        return, and is released.
+        """Bring a complete group's members to the capacity tier; each has its outcome, and is
+        released.
 
-        Those that cannot be stored, or have changed, stay in the burst tier. Cancellation leaves
-        what is not flipped as it was. ``kept``: see MemberKind.
+        Unstorable or changed ones stay in the burst tier. Cancelled, unflipped ones stay as they
+        were. ``kept``: see MemberKind.
         """
         try:
             unhashed = [m for m in members if m.outcome is None and not m.is_hashed]
@@ -253,9 +246,7 @@ class GroupDrain:
         await self._drainer.flip([member for member in members if member.outcome is None])
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows, since the mount. ``saved_bytes``: zeros, duplicates, and what
-        the store had.
-        """
+        """The status since the mount. ``saved_bytes``: zeros, duplicates, and stored before."""
         return {
             "stored_files": self._stored_files,
             "stored_bytes": self._stored_bytes,

@@ -91,7 +91,7 @@ def parse_pending(text: str) -> Wanted:
 
 
 def _bare(values: Mapping[str, Any]) -> GroupOptions:
-    """Of a group that only keeps its directory pending."""
+    """For a group that only keeps its directory pending."""
     _require_ranks(values["ranks"])
     if len(values.get("job", b"")) > PENDING_JOB_MAX:
         raise Invalid(f"pending: a job's name has up to {PENDING_JOB_MAX} bytes")
@@ -104,8 +104,8 @@ def _require_ranks(ranks: int) -> None:
 
 
 def _check(options: GroupOptions) -> None:
-    """Raises Invalid. Larger chunks than CHUNK_MAX mean that: a digest of one costs the same for
-    each byte, and smaller ones find more that is equal."""
+    """Raises Invalid. Larger chunks mean CHUNK_MAX: a digest costs the same a byte, and smaller
+    ones find more equal bytes."""
     name, job, publish, chunk = options.name, options.job, options.publish, options.chunk
     longest_ms = max(options.timeout_ms, options.grace_ms)
     for what, text, least, most in (("name", name, 1, NAME_MAX), ("job", job, 0, JOB_MAX)):

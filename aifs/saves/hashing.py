@@ -22,9 +22,8 @@ Column = tuple[int, list[Chunk]]
 
 
 class Prepared(Draining):
-    """One member of a group, a file of the burst tier, from the moment in which its drain begins.
-    ``outcome`` is None while it can be stored.
-    """
+    """A member, a file of the burst tier, from the beginning of its drain. ``outcome``: None while
+    it can be stored."""
 
     def __init__(
         self,
@@ -42,9 +41,7 @@ class Prepared(Draining):
         self.level = 0
         """Of zstd; 0 for no compression."""
         self.on_cancel = on_cancel
-        """Called, on the trio thread, when somebody is about to change the file; None: nobody
-        asks.
-        """
+        """Called, on the trio thread, before the file is changed; or None."""
         self.hurry = hurry
         """Whether it is about to be stored, so that its digests are waited for."""
         self.unwanted = False
@@ -66,9 +63,8 @@ class Hasher:
     """All hashing of one store. Used from one trio thread."""
 
     def __init__(self, lanes: int, movers: Movers) -> None:
-        """``lanes``: for how many processors; twice as many threads read and hash, since reads wait
-        for the device. Half of the lanes are used where nobody waits for the digests, and a quarter
-        while other work needs the processors more."""
+        """``lanes``: processors; twice as many threads read and hash, since reads wait. Half of
+        them if nobody waits for digests, a quarter while other work needs processors."""
         self.hashed_bytes = 0
         self._lanes = lanes
         self._waiting = trio.lowlevel.ParkingLot()
@@ -81,12 +77,11 @@ class Hasher:
         report: GroupReport,
         waited_for: bool,
     ) -> None:
-        """Find the digests that these members, whose leases hold, lack.
+        """Make missing digests of these leased members.
 
-        Chunks of the same number and length are looked at together, so that what is equal is hashed
-        once. ``waited_for``: at least one lane is used. Else it ends early once one of the members
-        is in a hurry. A member that is cancelled or unwanted gets no more digests; one that cannot
-        be read has an outcome. Digests that have been found are kept in any case.
+        Chunks of one number and length are hashed together, equal ones once. ``waited_for``: use at
+        least one lane; else end early once a member is in a hurry. Cancelled or unwanted members
+        get no more digests, unreadable ones an outcome. Digests made are kept.
         """
         begin = trio.current_time()
         slices = _slices(members)
@@ -155,7 +150,6 @@ class Hasher:
 
     @asynccontextmanager
     async def _place(self, is_over: Callable[[], bool], waited_for: bool) -> AsyncIterator[None]:
-        """Hash inside."""
         while not is_over() and self._active >= self._allowed(waited_for):
             with trio.move_on_after(_REST_S):  # what is allowed changes without an event
                 await self._waiting.park()
@@ -177,7 +171,7 @@ def _copy_of(copy: BurstCopy) -> CopyToHash:
 
 
 def _slices(members: Sequence[Prepared]) -> Iterator[list[Column]]:
-    """What lacks digests, in slices that are done at a time; some may be empty."""
+    """Missing digests, in slices done at a time; some may be empty."""
     columns: list[Column] = []
     size = seen = 0
     for number in range(max((len(member.cut.ranges) for member in members), default=0)):

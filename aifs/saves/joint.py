@@ -1,11 +1,9 @@
-"""Chunks that several hosts of a group have are stored once: one plan says which host stores which.
+"""Chunks of several hosts of a group are stored once, by a plan.
 
-Each host *offers* the digests of what it has; those travel, not the bytes. What several have, and
-the store has not, is planned with the bandwidths of all their burst devices, and of their links;
-each host *keeps* its part of that: it appends the chunks, and names them in a list that no file has
-(chunks.put_loose), which is garbage when the group has ended, or the host has died. So all
-hosts with the same bytes find these chunks in the store, and each then stores its own files, as if
-there were no others. If anything fails, a host stores the chunks that it needs and does not find.
+Each host *offers* digests, not bytes. What several have, and the store has not, is planned by the
+bandwidths of all burst devices and links; each host *keeps* its part: it appends chunks, and lists
+them for no file (chunks.put_loose), garbage after the group or the host. So hosts find these chunks
+in the store, and store their files as if alone. After failures a host stores what it does not find.
 """
 
 import json
@@ -68,8 +66,8 @@ class HostOffer(NamedTuple):
     """That it can send to data servers. 0: nobody knows."""
 
     def encode(self) -> Answer:
-        """As the answer of ``OFFER``. Value: rates, link, and of each kind servers, redundancy, and
-        of each set of devices these and the number of chunks; body: these, in order."""
+        """As the answer of ``OFFER``. Value: rates, link, and by kind servers, redundancy, and sets
+        of devices with numbers of chunks; body: these, in order."""
         body, kinds, left = bytearray(), [], _OFFERED_MAX
         for asked, chunks in self.offers:
             classes: dict[tuple[int, ...], list[bytes]] = {}
@@ -150,8 +148,8 @@ class Joint:
     # --- what the host does that sees to the group ---
 
     async def spread(self, group: DirectoryGroup) -> dict[int, set[bytes]]:
-        """What several hosts have is in the store, as far as that works out; by host, the chunks of
-        these that it has. Does not raise FsError."""
+        """Store what several hosts have, as far as possible; returns these chunks by host. Does not
+        raise FsError."""
         offered: dict[int, HostOffer] = {}
 
         async def ask(host: int) -> None:
@@ -219,7 +217,7 @@ class Joint:
             chunks = {host: its for host, its in chunks.items() if host not in failed}
 
     async def _new(self, digests: set[bytes]) -> set[bytes]:
-        """Those that the store does not have. Hosts that lean on the others check these."""
+        """Digests that the store does not have; hosts check those leant on."""
         order = sorted(digests)
         for start in range(0, len(order), _AT_ONCE):
             some = order[start : start + _AT_ONCE]
@@ -235,8 +233,7 @@ class Joint:
         chunks: Mapping[int, Chunks],
         offered: Mapping[int, HostOffer],
     ) -> dict[int, dict[bytes, tuple[int, ...]]]:
-        """By host, where it stores what is ``wanted`` of it. What hosts have alone is a load that
-        counts."""
+        """By host, where it stores what is ``wanted`` of it, given loads of hosts' own chunks."""
         host_of = {device: host for host in chunks for device in offered[host].rates}
         devices = sorted(host_of)
         place = {device: number for number, device in enumerate(devices)}
@@ -278,8 +275,8 @@ class Joint:
 
 
 class PartHost:
-    """What this host has of groups that are committed gets to the data servers: when the host asks
-    that sees to the group, or by itself when that one does not. Used from one trio thread."""
+    """Brings this host's part of committed groups to the data servers: when the host that sees to
+    the group asks, or by itself. Used from one trio thread."""
 
     def __init__(
         self,
@@ -309,8 +306,8 @@ class PartHost:
         await self._drain.wait(usual)
 
     async def store_unasked(self, group: DirectoryGroup) -> None:
-        """The host that sees to a group that is committed may hang, or be cut off: the files here
-        do not wait for it longer than a lease lasts."""
+        """Store without the host that sees to the committed group after a lease's time: it may
+        hang."""
         while group.is_live and not group.is_ours:
             group.asked = trio.Event()
             with trio.move_on_after(_ASKED_S):
@@ -322,7 +319,7 @@ class PartHost:
     # --- what the host that sees to a group asks for ---
 
     async def _serve_store(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """What is here of a group, given as [directory, id], is on the data servers on return."""
+        """Bring what is here of a group [directory, id] to the data servers."""
         group = self._find_asked(arguments)
         if group is None:
             return Answer({})
@@ -332,15 +329,15 @@ class PartHost:
         return Answer(group.report.to_json())
 
     async def _serve_offer(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """What is here of a group, given as [directory, id]: see HostOffer.encode."""
+        """What is here of a group [directory, id]: see HostOffer.encode."""
         group = self._find_asked(arguments)
         with giving_up():
             offer = HostOffer((), {}, 0) if group is None else await self._joint.offer(group)
         return offer.encode()
 
     async def _serve_keep(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """Chunks of a group, given as [directory, id, ...] and by ``encode_wanted``, are stored for
-        all; the digests of those that are."""
+        """Store chunks of a group [directory, id, ...], by ``encode_wanted``, for all; returns
+        digests."""
         group = self._find_asked(arguments[:2])
         kept: set[bytes] = set()
         if group is not None:
@@ -349,8 +346,8 @@ class PartHost:
         return Answer(None, encode_digests(kept))
 
     async def _serve_files(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """The files of a group, given as [directory, id], that were closed here, in the body: JSON,
-        [inode number, size] of each."""
+        """Files of a group [directory, id] closed here, in the body: JSON, [inode number, size]
+        each."""
         ino, group_id = arguments
         group = self._table.by_directory.get(ino)
         known = group is not None and group.record.id == group_id
@@ -358,7 +355,7 @@ class PartHost:
         return Answer(None, json.dumps([[file.ino, file.size] for file in files]).encode())
 
     def _find_asked(self, arguments: Any) -> DirectoryGroup | None:
-        """A group that is live, given as [directory, id], of which another host asks."""
+        """The live group [directory, id] that a host asks for."""
         ino, group_id = arguments
         group = self._table.by_directory.get(ino)
         if group is None or group.record.id != group_id or not group.is_live:

@@ -1,6 +1,5 @@
-"""What happens to groups by themselves: what an earlier mount has left goes on, time-outs and
-deaths of ranks end them, and files do not wait for ever for a group to be complete.
-"""
+"""What happens to groups by themselves: earlier mounts' ones go on, time-outs and deaths of ranks
+end them, and files do not wait for ever for complete ones."""
 
 import math
 import os
@@ -37,8 +36,8 @@ _LOOK_S = 1.0  # how often the burst tier's room is looked at while files are wi
 
 
 def process_of(thread: int) -> int:
-    """The process that the kernel's number of a thread belongs to. Raises NotSupported if it cannot
-    be seen from here: then it has ended, or lives where processes have other numbers."""
+    """The process of a thread's number. Raises NotSupported if unseen: ended, or numbered
+    otherwise."""
     try:
         lines = Path(f"/proc/{thread}/status").read_text(errors="replace").splitlines()
         return int(next(line for line in lines if line.startswith("Tgid:")).split()[1])
@@ -78,8 +77,8 @@ async def wait_for_end(pidfd: int) -> None:
 
 
 class Living:
-    """Which processes go on with a group until they end: those that have joined as ranks, and those
-    that have marked its directory. Used from one trio thread."""
+    """Processes that go on with a group: ranks that joined, and markers of its directory. Used from
+    one trio thread."""
 
     def __init__(self, table: GroupTable, parts: Parts, course: Course) -> None:
         self._table = table
@@ -87,8 +86,7 @@ class Living:
         self._course = course
 
     def take_note(self, group: DirectoryGroup, caller: CallerLike) -> None:
-        """The process that asks goes on with the directory as long as it lives, if it can be
-        seen."""
+        """The caller's process, if seen, goes on with the directory while it lives."""
         with suppress(NotSupported):
             process = process_of(caller.pid)
             if process not in group.markers:
@@ -239,14 +237,12 @@ class Life:
 
     @property
     def _timed(self) -> list[DirectoryGroup]:
-        """The groups that may end here because of time: one to which all ranks have committed is
-        ended by the host that sees to it."""
+        """Groups that may time out here: not those fully committed, of which another host
+        decides."""
         return [g for g in self._table.by_directory.values() if g.is_ours or not g.is_complete]
 
     def _give_back_wanted(self) -> None:
-        """What somebody waits for on the capacity tier: a group that is still open cannot be waited
-        for.
-        """
+        """Give back files that are waited for on the capacity tier, of open groups."""
         for ino in self._drain.take_wanted():
             group = self._members.group_of.get(ino)
             if group is None:
@@ -257,7 +253,7 @@ class Life:
     # --- hosts that have died ---
 
     async def _watch_hosts(self) -> None:
-        """See to what hosts leave that have died."""
+        """Deal with dead hosts' groups."""
         live = None
         while True:
             while live == self._role.live:
@@ -277,8 +273,8 @@ class Life:
                         _log.info("group %d: %s", group.record.id, error)
 
     async def _look_after(self, group: DirectoryGroup, live: frozenset[int]) -> None:
-        """The host that has the role takes over what dead hosts have seen to; the host that sees to
-        a group deals with the parts of dead hosts."""
+        """The holder of the role takes dead hosts' groups over; a group's host deals with dead
+        parts."""
         if group.record.host not in live and self._role.held and group.is_held:
             record = group.record._replace(host=group.host, state=group.recorded_state)
             if await self._course.become(group, record):
@@ -301,9 +297,7 @@ class Life:
         self._table.look()
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows. ``last``: the group that has been durable last, in this
-        mount.
-        """
+        """The status. ``last``: the last durable group of this mount."""
         return {
             "open": len(self._table.open),
             "committed": len(self._table.live) - len(self._table.open),
@@ -317,7 +311,7 @@ class Life:
 
 
 def _unchanged(tx: ReadTransaction, members: dict[int, GroupMember]) -> list[Inode]:
-    """Files that are what they were when they were closed."""
+    """Files unchanged since they were closed."""
     found = []
     for number, member in members.items():
         inode = namespace.find_inode(tx, number)
@@ -333,9 +327,7 @@ def _unchanged(tx: ReadTransaction, members: dict[int, GroupMember]) -> list[Ino
 def _below(
     tx: ReadTransaction, files: Sequence[Undrained], tops: frozenset[int]
 ) -> list[tuple[int, Inode, int]]:
-    """Those of the files that lie below one of the directories: directory, inode, since when it is
-    undrained.
-    """
+    """Files below these directories: directory, inode, since when undrained."""
     found = []
     for file in files:
         top = groups.directory_of(tx, file.ino, tops)

@@ -1,10 +1,6 @@
-"""Files that a rank's commit or a manifest lists: whether they are there, in their sizes; whether
-the files of a group have one size, where they must; and what a manifest says, as far as retention
-needs it: the step, and whether all is there.
-
-core/manifest.py defines manifests. A manifest that is damaged here is *damaged* for
-client/checkpoints/catalog.py, too.
-"""
+"""Files listed by a rank's commit or a manifest: presence, sizes, equal sizes in a group; and of a
+manifest, for retention, its step, and whether all is there. A manifest (core/manifest.py) damaged
+here is *damaged* for client/checkpoints/catalog.py, too."""
 
 import json
 import os
@@ -36,9 +32,7 @@ NO_PART = tuple(each.encode() for each in manifest.RESERVED)
 async def first_wrong(
     engine: Engine, io: FileIO, ino: int, files: Sequence[tuple[bytes, int]]
 ) -> str:
-    """Which of ``files``, (path below the directory ``ino``, bytes), is missing or has another
-    size; ''.
-    """
+    """The first of ``files``, (path below ``ino``, bytes), missing or of another size; ''."""
     for path, size, inode in await look_up(engine, io, ino, files):
         if inode is None:
             return f"{os.fsdecode(path)!r} is missing"
@@ -50,8 +44,7 @@ async def first_wrong(
 async def look_up(
     engine: Engine, io: FileIO, ino: int, files: Sequence[tuple[bytes, int]]
 ) -> list[tuple[bytes, int, Inode | None]]:
-    """``files`` with the inodes of those that are regular files, as they are now. Others run
-    between slices."""
+    """``files`` with inodes of regular files, as they are now. Other tasks run between slices."""
     found = []
     for start in range(0, len(files), _SLICE):
         for path, size, inode in await engine.view(_find_files, ino, files[start : start + _SLICE]):
@@ -124,7 +117,7 @@ class Listed(NamedTuple):
 
 
 async def read_manifest(engine: Engine, io: FileIO, directory: int) -> Listed | None:
-    """None where there is no manifest, or one that is too large. Others run meanwhile. Raises
+    """None without a manifest, or for a large one. Other tasks run meanwhile. Raises
     Unavailable."""
     try:
         inode = await engine.view(namespace.lookup, directory, MANIFEST)

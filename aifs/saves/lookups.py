@@ -1,12 +1,10 @@
-"""What the plan of a group begins from: which chunks the store has already, and which of these can
-be leaned on; and how fast the devices are.
+"""The basis of a group's plan: chunks in the store that can be leaned on, and speeds of devices.
 
-A chunk can be leaned on if its container protects it as much as is asked for. Else it is *bad*, and
-to be stored anew, for all files that name it. Where it lies on servers that the policy does not
-allow, the file needs a chunk of its *own*: to move it could be against the policy of others. Before
-a chunk is leaned on for the first, second, fourth ... time it is read back: so the cost is small,
-and a chunk that many files need has been seen to be right often. What cannot be read is bad, too;
-but where it is protected better than is asked for, others may need that, and the file has its own.
+A chunk can be leaned on if its container protects it as asked. Else it is *bad*, and stored anew
+for all files. On servers outside the policy, the file needs its *own*: a move could be against
+others' policies. A chunk is read back before its first, second, fourth ... use: cheap, and often
+for widely used ones. An unreadable one is bad; if protected better than asked, the file has its
+own.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -40,9 +38,8 @@ _NOTICEABLE = 0.35
 
 @dataclass
 class KnownChunks:
-    """Digests of chunks that the store has. ``known`` can be leaned on, ``bad`` and ``own`` cannot;
-    ``verified`` were read.
-    """
+    """Digests in the store. ``known`` can be leaned on, ``bad`` and ``own`` not; ``verified`` were
+    read."""
 
     known: set[bytes] = field(default_factory=set)
     own: set[bytes] = field(default_factory=set)
@@ -58,9 +55,8 @@ async def look_up(
     needs: Mapping[bytes, Need],
     kept: Collection[bytes] = (),
 ) -> KnownChunks:
-    """Judge those of the chunks that the store has; those that were ``kept`` just now need not be
-    read. Raises Unavailable if the metadata cannot be read.
-    """
+    """Judge the store's chunks; those ``kept`` just now are not read. Raises Unavailable if the
+    metadata cannot be read."""
     found, doubtful = KnownChunks(), []
     layouts: dict[int, Striped | None] = {}
     tolerates: dict[int, int] = {}  # by container: how many servers may be lost
@@ -118,7 +114,7 @@ async def look_up(
 def _find(
     tx: ReadTransaction, digests: Sequence[bytes]
 ) -> tuple[dict[bytes, Shared], dict[int, Striped | None]]:
-    """Those of the chunks that the store has, and the layouts of their containers."""
+    """Chunks in the store, and their containers' layouts."""
     found = shared.find_all_shared(tx, digests)
     layouts: dict[int, Striped | None] = {}
     for container in {known.place.container for known in found.values()}:
@@ -128,8 +124,8 @@ def _find(
 
 
 class Bandwidths:
-    """How fast burst devices give bytes and data servers take them, in bytes per second, as plans
-    are made with: configured, else measured. Used from one trio thread."""
+    """Bytes per second of burst devices and data servers, for plans: configured, else measured.
+    Used from one trio thread."""
 
     def __init__(self, config: Config, servers: Servers) -> None:
         self._servers = servers
@@ -161,9 +157,7 @@ class Bandwidths:
         return self._configured.get(server.address, 0)
 
     def _steady(self, measured: dict[int, int]) -> dict[int, int]:
-        """One that has not been measured is taken for as fast as the fastest. Those that hardly
-        differ are taken for equal.
-        """
+        """Unmeasured ones count as the fastest; similar ones as equal."""
         fastest = max(measured.values(), default=0) or _UNKNOWN
         for number, rate in measured.items():
             rate = rate or fastest

@@ -1,7 +1,5 @@
-"""The files of groups: withheld from the usual drain as they are closed, synced, so that they are
-buffered, prepared, as long as there is room for leases, and stored together when their group has
-been committed. Whatever does not work out goes back to the usual drain.
-"""
+"""The files of groups: withheld from the usual drain when closed, synced (buffered), prepared while
+there are leases, and stored together once committed. Failures go back to the usual drain."""
 
 import time
 from collections import deque
@@ -35,9 +33,7 @@ _STORED = faults.declare(
 )
 
 _AHEAD = 256
-"""Files that are prepared before their group is complete; each holds a lease on its burst copy, and
-descriptors.
-"""
+"""Files prepared before their group is complete; each holds a lease and descriptors."""
 
 _PREPARERS = 2
 """Files that are prepared at a time; each is hashed on several processors."""
@@ -45,17 +41,14 @@ _PREPARERS = 2
 _SYNCERS = 16
 _TRIES = 7
 _BACK_OFF_S, _BACK_OFF_FACTOR = 0.005, 4
-"""The first is short: the kernel lets go of a writer's descriptor some time after the close is
-answered.
-"""
+"""The first is short: the kernel drops a writer's descriptor some time after the close."""
 
 _FULL = 1.0  # pressure at which the burst tier admits no new files
 
 
 class Members:
-    """The files of all live groups, until they are stored. ``run`` does the work; used from one
-    trio thread.
-    """
+    """The files of all live groups until stored. ``run`` does the work; used from one trio
+    thread."""
 
     def __init__(
         self,
@@ -90,9 +83,7 @@ class Members:
     # --- what happens to files; none of these blocks ---
 
     def closed(self, group: DirectoryGroup, inode: Inode) -> bool:
-        """A file of the group, which is open, has been closed. Whether the usual drain must not
-        have it.
-        """
+        """A file of an open group was closed. Whether the usual drain must not have it."""
         file = group.closed(inode.ino, inode.size, trio.current_time())
         self.group_of[inode.ino] = group
         group.wake()
@@ -110,9 +101,7 @@ class Members:
         return True
 
     def closed_late(self, inode: Inode) -> bool:
-        """A file of a group that is complete has been closed. Whether the usual drain must not have
-        it.
-        """
+        """A file of a complete group was closed. Whether the usual drain must not have it."""
         group = self.group_of[inode.ino]
         file = group.files[inode.ino]
         file.closes += 1
@@ -125,9 +114,7 @@ class Members:
         )
 
     def opened(self, ino: int) -> None:
-        """Somebody has opened the file for writing. What is committed is not what it is going to
-        be.
-        """
+        """A file was opened for writing: its commit is void."""
         group = self.group_of.get(ino)
         if group is None:
             return
@@ -138,16 +125,14 @@ class Members:
         group.wake()
 
     def _drop(self, group: DirectoryGroup, file: File) -> None:
-        """It is no part of the group any more, and the usual drain's."""
+        """Leave it to the usual drain."""
         self.give_back(group, [file])
         group.remove(file.ino)
         if self.group_of.get(file.ino) is group:
             del self.group_of[file.ino]
 
     def moved(self, group: DirectoryGroup, ino: int) -> None:
-        """A file of the group, which is open, has been closed elsewhere. It may belong to another
-        group from now on.
-        """
+        """An open group's file was closed elsewhere, and may change groups."""
         del self.group_of[ino]
         self.forget(group.remove(ino))
         self._drain.give_back([ino])
@@ -180,9 +165,7 @@ class Members:
                 del self.group_of[ino]
 
     def settle(self, group: DirectoryGroup) -> None:
-        """The group is complete: a file that is still written to does not count, and is kept for
-        later.
-        """
+        """The group is complete: files still written to do not count, and are kept for later."""
         for file in list(group.files.values()):
             if not file.counted:
                 self._drop(group, file)
@@ -195,8 +178,8 @@ class Members:
         self._drain.withhold(inode)
 
     def relieve(self, deadline_s: float) -> bool:
-        """Leave files of open groups to the usual drain if the burst tier is short of room, or they
-        have waited too long. Whether some are withheld still."""
+        """Leave open groups' files to the usual drain if the burst tier is short of room, or they
+        have waited too long. Whether some are still withheld."""
         full, oldest, withheld = (
             self._tier.pressure >= _FULL,
             trio.current_time() - deadline_s,
@@ -248,7 +231,7 @@ class Members:
             then()
 
     def _kick(self) -> None:
-        """There may be work: each time another worker begins, up to as many as may be."""
+        """Start another worker, up to the limit."""
         if self._nursery is None:
             return  # ``run`` begins with it
         with giving_up():  # also where somebody's close is what begins it
@@ -313,14 +296,14 @@ class Members:
             self._preparers -= 1
 
     def _is_due(self, group: DirectoryGroup, file: File) -> bool:
-        """The drain of a complete group prepares the members that are left."""
+        """The drain of a complete group prepares the rest."""
         return (
             group.is_open and file.state is FileState.BUFFERED and group.files.get(file.ino) is file
         )
 
     async def sync(self, group: DirectoryGroup, files: Sequence[File]) -> None:
-        """These are durable in the burst tier on return, and on record as they are, so that they
-        count after a crash. Raises NoSpace, Unavailable."""
+        """Make these durable in the burst tier, and record them, so that they count after a crash.
+        Raises NoSpace, Unavailable."""
         closes = {file: file.closes for file in files}
         await self._writeback.sync_files([file.ino for file in files])
         news = [
@@ -382,14 +365,14 @@ class Members:
         self.prepare_soon(group, file)
 
     def _changed(self, group: DirectoryGroup, file: File, prepared: Prepared) -> None:
-        """Somebody is about to change a file that we hold the lease of."""
+        """A leased file is about to be changed."""
         if file.prepared is not prepared or file.state is not FileState.PREPARED:
             return  # the task that prepares or stores it sees that
         file.state = FileState.WRITING
         self.forget(file, then=partial(self._look_again, group, file))
 
     def _look_again(self, group: DirectoryGroup, file: File) -> None:
-        """Where nobody has opened it (a truncation, a new name), nobody is going to close it."""
+        """Look again at an unopened file (truncated, renamed), which nobody will close."""
         opened = self._io.table.open.get(file.ino)
         if file.state is FileState.WRITING and (opened is None or not opened.writers):
             file.state = FileState.BUFFERED
@@ -404,9 +387,7 @@ class Members:
     def failed(
         self, group: DirectoryGroup, file: File, outcome: DrainOutcome | FsError | None
     ) -> None:
-        """It could be neither prepared nor stored: it is tried again some times, unless that is not
-        for groups.
-        """
+        """Preparing or storing failed: retry some times, unless it is not for groups."""
         if isinstance(outcome, FsError):
             group.drain_error = str(outcome)
             self._drain.failed(file.ino, outcome)
@@ -417,9 +398,7 @@ class Members:
     # --- storing ---
 
     async def store(self, group: DirectoryGroup) -> None:
-        """Returns when all files of a group that is complete are on the capacity tier, or left to
-        the usual drain.
-        """
+        """Wait until a complete group's files are on the capacity tier, or the usual drain's."""
         self._group_drain.hurry()
         while True:
             if not group.is_live:
@@ -439,8 +418,7 @@ class Members:
                 return
 
     async def offer(self, group: DirectoryGroup) -> dict[Asked, Chunks]:
-        """What is ready here of a group that is complete, hashed: see GroupDrain.offer. Of very
-        many files the first ones."""
+        """The hashed part of a complete group (see GroupDrain.offer), cut for very many files."""
         self._group_drain.hurry()
         while group.is_live:
             waiting = group.in_states(FileState.BUFFERED)

@@ -1,8 +1,8 @@
-"""The parts that hosts have of a group: the hosts that take part are on record, and the host that
-sees to the group has each store its part.
+"""The parts that hosts have of a group, on record; the host that sees to it has each store its
+part.
 
-A host takes part from the moment in which a file of the group is closed there, or a rank joins. The
-transaction that commits the group as a whole knows of all parts: none begins later.
+A host takes part from the first close of a file, or join of a rank, there. The transaction that
+commits the group knows all parts: none begins later.
 """
 
 import json
@@ -53,8 +53,8 @@ class Parts:
     async def take(
         self, group: DirectoryGroup, ranks: frozenset[int] = frozenset(), has_files: bool = False
     ) -> bool:
-        """This host has this of the group besides what it has. False: all have committed, or the
-        group has ended. Raises Invalid if a rank lives on another host."""
+        """Add to this host's part of the group. False: all have committed, or it has ended. Raises
+        Invalid if a rank lives on another host."""
         own = group.own_part
         part = GroupPart(tuple(sorted(ranks.union(own.ranks))), has_files or own.has_files)
         return part == own or await self._put(group, part)
@@ -92,8 +92,8 @@ class Parts:
     # --- what the host that sees to a group asks of the others ---
 
     async def files(self, group: DirectoryGroup) -> dict[int, File]:
-        """The files that others have closed, by their inodes. A host that does not answer is asked
-        again as long as it has a session. Raises Unavailable."""
+        """Files that others have closed, by inode. Silent hosts are asked while they have a
+        session. Raises Unavailable."""
         found: dict[int, File] = {}
 
         async def ask(host: int) -> None:
@@ -116,9 +116,8 @@ class Parts:
     async def store(
         self, group: DirectoryGroup, kept: Mapping[int, Collection[bytes]]
     ) -> list[str]:
-        """All other hosts have stored what they have of a group that is committed, or drained it,
-        on return; the names of those that have died before that. ``kept``: by host, chunks that it
-        needs and others have just stored."""
+        """Have other hosts store, or drain, their parts of a committed group; returns names of
+        those that died before. ``kept``: by host, needed chunks that others have just stored."""
         lost: list[str] = []
 
         async def ask(host: int) -> None:

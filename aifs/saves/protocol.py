@@ -1,6 +1,4 @@
-"""What ranks ask of groups: to begin, join, commit, wait for and cancel them; docs/design/commit.md
-has the protocol.
-"""
+"""Ranks' requests to groups: begin, join, commit, wait, cancel (docs/design/commit.md)."""
 
 import math
 import os
@@ -45,8 +43,7 @@ class Commit(NamedTuple):
 
     rank: int
     files: tuple[tuple[bytes, int], ...] | None = None
-    """What it has written, as (path below the directory, bytes). None: all that is unsynced below,
-    and nothing has to be there later."""
+    """Its files, (path below the directory, bytes). None: all unsynced below, none needed later."""
     listing: bytes = b""
     """Path of a file that says it, which has to be there."""
     again: bool = False
@@ -81,14 +78,14 @@ class Groups:
     # --- to begin ---
 
     async def begin(self, ino: int, wanted: Wanted, caller: CallerLike) -> DirectoryGroup:
-        """The directory's group does what is wanted, on stable storage with the next commit.
+        """Have the directory's group do what is wanted, on stable storage with the next commit.
 
-        It is the one that is there, if that was asked for the same, or keeps its directory pending,
-        or has files and is to keep it pending, too; its commits count. Else a new one begins, after
-        what another job has left, or, if it is to begin anew, whatever there was, has been
-        cancelled. Raises Invalid: another one is open, or of a job whose ranks live; Busy: it is
-        not durable yet; NotPermitted: a directory is marked by its owner, except to begin anew
-        after its processes have died; NotFound, NotADirectory."""
+        The present one is used if asked for the same, or pending, or to be pending with files; its
+        commits count. Else a new one begins, after another job's rest, or, to begin anew, any, was
+        cancelled. Raises Invalid: another is open, or of a job with live ranks; Busy: not durable
+        yet; NotPermitted: only owners mark directories, except to begin anew after the processes'
+        death; NotFound, NotADirectory.
+        """
         asker = permissions.asker_of(caller)
         while True:
             number = await self._ids.take()
@@ -139,8 +136,7 @@ class Groups:
         return await self._table.begin(ino, record, there)
 
     def _left_behind(self, there: DirectoryGroup | None, wanted: Wanted) -> str:
-        """Why the group that is there has to be cancelled before what is wanted can begin; ''.
-        Raises Invalid: its ranks live."""
+        """Why the present group has to be cancelled before; ''. Raises Invalid: its ranks live."""
         if there is None or not there.is_live or not there.shares:
             return ""
         if wanted.anew:
@@ -153,8 +149,8 @@ class Groups:
         return f"it was left behind: nobody of it lives, and job {job.decode()} has begun anew"
 
     async def _require_may_mark(self, ino: int, anew: bool, caller: CallerLike) -> None:
-        """The directory's owner may; and, to begin anew, any caller with write permission if no
-        process lives that has marked it, or joined its group. Raises NotPermitted, AccessDenied."""
+        """Require the owner, or, to begin anew, write permission if no process lives that marked it
+        or joined its group. Raises NotPermitted, AccessDenied."""
         inode = await self._engine.view(namespace.get_directory, ino)
         there = self._table.by_directory.get(ino)
         if not anew or there is None or there.pending is None:
@@ -176,9 +172,8 @@ class Groups:
                 ) from None
 
     async def join(self, ino: int, group_id: int, rank: int, caller: CallerLike) -> None:
-        """The process that asks is this rank. Raises Invalid, NotSupported, and what the group has
-        ended with.
-        """
+        """Make the asking process this rank. Raises Invalid, NotSupported, and the group's
+        error."""
         group = await self._table.find(ino, group_id)
         group.require_rank(rank)
         process = process_of(caller.pid)
@@ -197,19 +192,18 @@ class Groups:
     # --- to commit ---
 
     async def commit(self, ino: int, group_id: int, what: Commit) -> None:
-        """A rank of a group commits: its files, or all that is unsynced below the directory, are
-        durable in the burst tier on return, and so is the commit. The last one also waits for the
-        publish, and raises what that fails with. Raises Invalid, and what the group has ended with.
-        """
+        """Commit a rank: its files, or all unsynced below the directory, are durable in the burst
+        tier on return, like the commit. The last one waits for the publish, and raises its error.
+        Raises Invalid, and the group's error."""
         group = await self._table.find(ino, group_id)
         group.require_success()
         await self._commit(group, what)
         await self._settled(group)
 
     async def commit_pending(self, ino: int, what: Commit) -> None:
-        """As ``commit``, for the name of a pending directory, whatever has become of its group;
-        waits for no publish. Raises Invalid: not pending, no such rank, it has committed before, or
-        a file is not there in that size."""
+        """``commit`` for a pending directory's name, whatever its group's state; waits for no
+        publish. Raises Invalid: not pending, no such rank, committed before, or a file missing in
+        that size."""
         group = self._table.by_directory.get(ino)
         if group is None or group.pending is None:
             raise Invalid(
@@ -255,9 +249,8 @@ class Groups:
         self._course.complete(group)
 
     async def _right_size(self, group: DirectoryGroup, what: Commit) -> int:
-        """The size of the file of a rank that is about to commit. Raises Invalid if it has another
-        one than that of the first rank.
-        """
+        """The size of a committing rank's file. Raises Invalid if it differs from the first
+        rank's."""
         rank = what.rank
         inode = await self._engine.view(find_file, group.ino, path_below(what.sized))
         if inode is None:
@@ -276,9 +269,7 @@ class Groups:
         return size
 
     async def _settled(self, group: DirectoryGroup) -> None:
-        """If the group is complete: it is buffered, and published if that is wanted. Raises what
-        either has failed with.
-        """
+        """Wait until a complete group is buffered, and published if wanted. Raises their errors."""
         while group.is_complete and not group.is_buffered:
             group.require_success()
             with waits_for(PUBLISH):
@@ -289,9 +280,8 @@ class Groups:
                 raise group.publish_failure
 
     async def wait(self, ino: int, group_id: int, durable: bool, timeout_s: float | None) -> None:
-        """Until all ranks have committed and all is in the burst tier, published if that is wanted;
-        ``durable``: until it is on the capacity tier. Raises what the group has ended with, Stale,
-        TimedOut."""
+        """Wait until all have committed and are in the burst tier, published if wanted;
+        ``durable``: on the capacity tier. Raises the group's error, Stale, TimedOut."""
         group = await self._table.find(ino, group_id)
         with trio.move_on_after(math.inf if timeout_s is None else timeout_s) as scope:
             group.require_success()
@@ -309,10 +299,8 @@ class Groups:
     async def cancel(
         self, ino: int, group_id: int = 0, reason: str = "", caller: CallerLike = ROOT
     ) -> None:
-        """End a group; nothing happens to one that has ended. Its files are drained as usual, and a
-        pending directory stays so; if that is all that was asked of the group, it is pending no
-        more. Raises NoAttribute, Stale, NotPermitted.
-        """
+        """End a group, if not ended. Its files are drained as usual; a pending directory stays so,
+        unless the group was for that alone. Raises NoAttribute, Stale, NotPermitted."""
         group = await self._table.find(ino, group_id)
         if group.shares:
             await self._course.cancel(group, reason or "it was cancelled")
@@ -320,8 +308,8 @@ class Groups:
             await self.abandon(ino, caller)
 
     async def abandon(self, ino: int, caller: CallerLike) -> None:
-        """A directory is pending no more, and no commit counts; its files stay. A group that is
-        open is cancelled. Raises NoAttribute, NotPermitted."""
+        """End a directory's pending state, and its commits; its files stay. An open group is
+        cancelled. Raises NoAttribute, NotPermitted."""
         rights.owner(await self._engine.view(namespace.get_inode, ino), caller)
         async with self._table.recording:
             group = self._table.by_directory.get(ino)
@@ -337,14 +325,13 @@ class Groups:
 
 
 def _require_going_on(group: DirectoryGroup) -> None:
-    """Raises what a group has ended with, unless its directory is pending all the same."""
+    """Raises an ended group's error, unless its directory is pending."""
     if group.pending is None:
         group.require_success()
 
 
 def _require_same(there: DirectoryGroup, options: GroupOptions) -> None:
-    """Raises Invalid unless the group that is there was asked for in the same words, Busy if all
-    have committed."""
+    """Raises Invalid unless the group has these options, Busy if all have committed."""
     present = there.record.options
     if not there.is_open:
         raise Busy(f"the group is {there.state}; wait until it is durable, or cancel it")
@@ -362,7 +349,7 @@ def _require_same_mark(there: DirectoryGroup, options: GroupOptions, pending: Pe
 
 
 def _require_same_ranks(there: DirectoryGroup, options: GroupOptions) -> None:
-    """Raises Invalid unless the ranks of a pending directory are those of its group."""
+    """Raises Invalid unless a pending directory has its group's ranks."""
     present = there.record.options
     if (True, options.ranks) != (options.explicit and present.explicit, present.ranks):
         raise Invalid(

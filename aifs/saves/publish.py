@@ -1,9 +1,8 @@
-"""Making trees visible: rename as a barrier, and publishing with pointers in one transaction.
-docs/design/publish.md says how.
+"""Making trees visible: rename as a barrier, publishing with pointers in one transaction
+(docs/design/publish.md).
 
-What becomes visible under a new name is durable first, the new name when the call returns. A
-directory whose group seals it (saves/ready.py) gets its name only when all ranks have
-committed.
+What appears under a new name is durable before, the name on return. A directory sealed by its group
+(saves/ready.py) gets its name when all ranks have committed.
 """
 
 import os
@@ -89,8 +88,8 @@ class Publishing:
         unlinked: Callable[[Inode], None],
         forget: Callable[[list[int]], None],
     ) -> None:
-        """``unlinked``: a transaction has taken a name of this inode away; ``forget``: the kernel
-        has dropped these inodes."""
+        """``unlinked``: a transaction has taken a name of this inode; ``forget``: the kernel has
+        dropped these inodes."""
         self._engine = services.engine
         self._ids = services.ids
         self._io = io
@@ -109,10 +108,9 @@ class Publishing:
         self.published = 0
         """How many directories ``publish`` has shown since the mount."""
         self._unkept = services.kernel.unkept
-        """Names of which the kernel keeps neither what they lead to nor that they lead nowhere,
-        because publishing changes them together with others: it would forget them one after the
-        other, and programs would see one new and another old. A pointer stays here. A final name,
-        and the name before, are here during a publication, and counted once for each."""
+        """Names that the kernel must not keep, present or missing, because publishing changes
+        several: it would forget them one by one, and programs see new and old. Pointers stay here;
+        a final name, and the one before, during a publication, counted for each."""
 
     def keeps_name(self, directory: int, name: bytes) -> bool:
         """Whether the kernel may keep what the name leads to."""
@@ -132,13 +130,11 @@ class Publishing:
         flags: int = 0,
         caller: CallerLike = ROOT,
     ) -> None:
-        """rename(2). A publishing barrier: all below the name is durable first, the rename itself
-        on return.
+        """rename(2), a publishing barrier: all below is durable before, the rename on return.
 
-        Raises Busy for a pending directory that is not complete, and what a drain raises where the
-        policy of the new directory is to publish from the capacity tier, ReadOnly for what is
-        virtual, and Stale for a directory as ``Names.rmdir`` does; then nothing is renamed. The
-        kernel checks rights.
+        Raises Busy for an incomplete pending directory, errors of a drain if the new directory's
+        policy is to publish from the capacity tier, ReadOnly for virtual names, Stale for a
+        directory as ``Names.rmdir``; then nothing is renamed. The kernel checks rights.
         """
         virtual.require_on_record(new_parent)
         self._looked_up.changed_here(parent, new_parent)
@@ -177,8 +173,8 @@ class Publishing:
         known: Mapping[Name, int],
         caller: CallerLike,
     ) -> tuple[Inode, Inode | None, Collection[int]]:
-        """See namespace.rename; and which files had to be synced. Raises Overtaken if a name leads
-        elsewhere meanwhile; Stale if one of those that are ``known`` does."""
+        """See namespace.rename; also the files that had to be synced. Raises Overtaken if a name
+        leads elsewhere; Stale if a ``known`` one does."""
         named = [moving]
         synced = await self._ready.make_durable(moving, new_parent)
         if flags == namespace.RENAME_EXCHANGE:
@@ -219,13 +215,12 @@ class Publishing:
         await self.publish(Publication(ask.ino, parent, name, **values), ask.caller)
 
     async def publish(self, what: Publication, caller: CallerLike) -> None:
-        """Show a directory under its final name, and move the pointers to it, all in one
-        transaction.
+        """Show a directory under its final name, and move pointers, in one transaction.
 
-        All below is durable first, the names on return. The kernel neither does nor checks it, so
-        it is decided here: the caller must be allowed to rename the directory, make the pointers,
-        and remove the tree that is replaced. Raises Busy (``user.aifs.refused`` says why), Exists,
-        NotEmpty, NotADirectory, NotFound, Invalid, AccessDenied, NotPermitted.
+        All below is durable before, the names on return. Not checked by the kernel: the caller must
+        be able to rename the directory, make pointers, and remove a replaced tree. Raises Busy
+        (``user.aifs.refused`` says why), Exists, NotEmpty, NotADirectory, NotFound, Invalid,
+        AccessDenied, NotPermitted.
         """
         self._options.require_writable()
         what.check()
@@ -251,7 +246,7 @@ class Publishing:
     async def _show(
         self, what: Publication, synced: dict[int, object | None], caller: CallerLike
     ) -> None:
-        """All is durable, and the kernel keeps none of the names."""
+        """Publish what is durable; the kernel keeps none of the names."""
         ids = (
             await self._ids.take(),
             await self._ids.take(),
@@ -306,13 +301,12 @@ def _publish(
 
 
 def _place_of(tx: ReadTransaction, ino: int) -> Name:
-    """Where a directory lies."""
     inode = namespace.get_directory(tx, ino)
     return inode.parent, publishing.name_of(tx, inode)
 
 
 def require_may_publish(tx: ReadTransaction, what: Publication, caller: CallerLike) -> None:
-    """What the kernel checks before a rename, for all that a publication changes. Raises
+    """Check what the kernel does before a rename, for all changes of a publication. Raises
     AccessDenied, NotPermitted, NotFound, NotADirectory."""
     inode = namespace.get_directory(tx, what.ino)
     parent = namespace.get_directory(tx, what.parent)
@@ -334,10 +328,9 @@ def require_may_publish(tx: ReadTransaction, what: Publication, caller: CallerLi
 
 
 def _walk(tx: ReadTransaction, ino: int, way: bytes, start: int, caller: CallerLike) -> int:
-    """The directory that ``way`` leads to from *start* (0: from the one that *ino* lies in).
-    Raises NotFound; NotADirectory, also for a symlink; AccessDenied for one that ``caller`` may not
-    search, even if it is empty, or for a *start* that it cannot reach.
-    """
+    """The directory at ``way`` from *start* (0: the one of *ino*). Raises NotFound; NotADirectory,
+    also for a symlink; AccessDenied for one that ``caller`` may not search, or an unreachable
+    *start*."""
     place = namespace.get_directory(tx, start or namespace.get_directory(tx, ino).parent)
     if start:
         permissions.require_reach(tx, place, caller)

@@ -1,6 +1,5 @@
-"""What has to be so before a name shows: all below it is durable on all hosts, where its new
-directory wants it, and its group lets it get a name.
-"""
+"""Before a name shows: all below is durable on all hosts, where the new directory wants it, and its
+group lets it."""
 
 import stat
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -31,8 +30,8 @@ from aifs.saves.table import GroupTable
 _DIRECTORY = stat.S_IFDIR >> 12  # the type of a directory, in a dentry
 _AGAIN_S = 0.2
 _DEATH_S = 30.0
-"""How long a host that does not answer may have its session, at most: it has died, or it is cut off
-from this host alone. A dead one's ends with its lease (10 s), when another host has looked."""
+"""Longest session of a silent host: a dead one's ends with its lease (10 s), after another host's
+look; else it is cut off from this host alone."""
 
 
 class OwnBarrier:
@@ -44,12 +43,11 @@ class OwnBarrier:
         self._writeback = writeback
 
     async def sync_below(self, dentry: Dentry, strict: bool = False) -> dict[int, object | None]:
-        """Sync the bytes of every unsynced file that ``dentry`` names or that lies below it; those
-        of this host are returned as WriteBack.sync_bytes does, with their marks on record still.
+        """Sync all unsynced files at or below ``dentry``; returns this host's as
+        WriteBack.sync_bytes does, their marks still on record.
 
-        The cost is that of the unsynced bytes: files that are in order are not looked at. A file
-        that has had several names counts as lying below every directory. ``strict`` concerns other
-        hosts. Raises NoSpace, Unavailable.
+        Files in order are not looked at. A file that has had several names counts below every
+        directory. ``strict``: about other hosts. Raises NoSpace, Unavailable.
         """
         if dentry.type != _DIRECTORY:
             return await self._writeback.sync_bytes([dentry.ino])
@@ -69,14 +67,12 @@ class OwnBarrier:
         await self._table.forget_marks(synced)
 
     async def undrained_below(self, top: int, host: int) -> list[int]:
-        """The files below a directory of which the newest bytes are in the burst tier of another
-        host."""
+        """Files below a directory with newest bytes in another host's burst tier."""
         return []
 
 
 class SharedBarrier:
-    """Syncs it here and, by way of them, on the hosts that are homes of files there. Used from one
-    trio thread."""
+    """Syncs here and on hosts that are homes of files there. Used from one trio thread."""
 
     def __init__(self, here: OwnBarrier, services: Services, homes: Homes, role: Role) -> None:
         self._here = here
@@ -87,8 +83,8 @@ class SharedBarrier:
         services.peers.serve(SYNC, self._serve)
 
     async def sync_below(self, dentry: Dentry, strict: bool = False) -> dict[int, object | None]:
-        """As ``OwnBarrier.sync_below``, on all hosts. What a host that has died has not drained is
-        passed over, unless this is ``strict``; then Unavailable is raised."""
+        """``OwnBarrier.sync_below`` on all hosts. A dead host's undrained files are passed over,
+        unless ``strict``: Unavailable."""
         synced = await self._here.sync_below(dentry)
         await self._sync_elsewhere(dentry, strict)
         if strict:
@@ -111,7 +107,6 @@ class SharedBarrier:
         await self._ask({host: [dentry.ino] for host in found.values()}, strict)
 
     async def _ask(self, inos: dict[int, list[int]], strict: bool) -> None:
-        """Have hosts sync these, by host."""
         live = await self._live(inos)
 
         async def ask(host: int) -> None:
@@ -134,7 +129,7 @@ class SharedBarrier:
         await run_all(*(lambda host=host: ask(host) for host in inos))
 
     async def _require_homes(self, dentry: Dentry) -> None:
-        """Raises Unavailable if the newest bytes of a file below are on a host that has died."""
+        """Raises Unavailable if the newest bytes of a file below are on a dead host."""
         elsewhere = self._servers.elsewhere
         live = await self._live(elsewhere.values())
         away = {number for number, host in elsewhere.items() if host not in live}
@@ -147,8 +142,7 @@ class SharedBarrier:
             raise Unavailable(f"{path}: its newest bytes are on host {name}, which has gone")
 
     async def _live(self, wanted: Iterable[int]) -> frozenset[int]:
-        """The hosts that have a session, as far as it matters for these. A host that has begun just
-        now may not be known yet. Raises Unavailable."""
+        """Hosts with a session, for these; a new one may be unknown yet. Raises Unavailable."""
         live = self._role.live
         return live if live.issuperset(wanted) else await self._role.ask_live()
 
@@ -160,8 +154,8 @@ class SharedBarrier:
     async def _below(
         self, top: int, kind: bytes, choose: Callable[..., dict[int, int]], *args: Any
     ) -> dict[int, int]:
-        """What ``choose`` finds in the records of a kind, by inode number, of files that lie below
-        a directory. Others run between slices of it."""
+        """Finds of ``choose`` in a kind's records, by inode number, of files below a directory.
+        Other tasks run between slices."""
         start, end = keys.all_of(kind)
         known: dict[int, bool] = {}
         found: dict[int, int] = {}
@@ -177,8 +171,8 @@ class SharedBarrier:
         return found
 
     async def _serve(self, asker: Peer, arguments: Any, body: Body) -> Answer:
-        """Files, or all below directories, by inode numbers, are durable if their newest bytes are
-        here; what is on record of them is shown."""
+        """Make files, or all below directories, by inode numbers, durable if their newest bytes are
+        here, and show their records."""
         with giving_up():
             for ino in arguments:
                 inode = await self._engine.view(namespace.find_inode, ino)
@@ -194,7 +188,7 @@ Barrier = OwnBarrier | SharedBarrier
 
 
 def _homes_of(tx: ReadTransaction, inos: Iterable[int]) -> dict[int, int]:
-    """By inode number, the other hosts that change these files, or have not synced them."""
+    """By inode number, other hosts that change these files, or have not synced them."""
     found = {ino: tx.get(keys.dirty(ino)) for ino in inos}
     homes = {ino: keys.host_of(mark) for ino, mark in found.items() if mark is not None}
     return {ino: host for ino, host in homes.items() if host not in (0, tx.host)}
@@ -207,7 +201,6 @@ def _slice(
     choose: Callable[..., dict[int, int]],
     *args: Any,
 ) -> tuple[dict[int, int], bytes]:
-    """What is chosen of the next records, and where others begin; b"": nowhere."""
     records, following = read_slice(tx, start, end, paths.SLICE)
     return choose(tx, records, *args), following
 
@@ -228,8 +221,8 @@ def _undrained_on(
 
 
 class Naming:
-    """What new names of directories wait for that are pending until all ranks of their group have
-    committed. Used from one trio thread."""
+    """Conditions for new names of directories pending for their group. Used from one trio
+    thread."""
 
     def __init__(self, engine: Engine, io: FileIO, table: GroupTable) -> None:
         self._engine = engine
@@ -237,15 +230,15 @@ class Naming:
         self._table = table
 
     async def require_complete(self, ino: int) -> None:
-        """A directory may get a new name, as far as its group is concerned: early, because what
-        follows may take long. The transaction decides. Raises Busy."""
+        """Check early that a directory's group lets it have a name; the transaction decides. Raises
+        Busy."""
         group = self._table.by_directory.get(ino)
         if group is not None and group.record.seals:
             await self._engine.view(groups.require_complete, ino, group.record)
 
     async def check_files(self, ino: int) -> None:
-        """The files that the ranks of a directory have committed are there, in their sizes, and, if
-        they must, all have one. Raises Busy, which names the first that is not."""
+        """Check that the ranks' committed files are there, in their sizes, and of one size if they
+        must. Raises Busy, naming the first that is not."""
         group = self._table.by_directory.get(ino)
         if group is None or not group.record.seals:
             return
@@ -291,9 +284,8 @@ class Readiness:
     async def make_durable(
         self, dentry: Dentry, new_parent: int, strict: bool = False
     ) -> dict[int, object | None]:
-        """Make all that ``dentry`` names ready to show in ``new_parent``. Returns the files that
-        had to be synced here, as OpenTable.forgetting wants them. ``strict``: see
-        SharedBarrier.sync_below."""
+        """Make all at ``dentry`` ready to show in ``new_parent``; returns files synced here for
+        OpenTable.forgetting. ``strict``: see SharedBarrier.sync_below."""
         is_directory = dentry.type == _DIRECTORY
         if is_directory:
             await self.naming.require_complete(dentry.ino)

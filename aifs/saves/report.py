@@ -62,15 +62,12 @@ class GroupReport:
         return self.zero_bytes + self.duplicate_bytes + self.found_bytes
 
     def take_amounts(self, other: "GroupReport") -> None:
-        """What was to be stored is as ``other`` says: after a try that stored nothing, since the
-        next one counts it again.
-        """
+        """Take over ``other``'s amounts to store: a try that stored nothing is counted again."""
         for name in _AMOUNTS:
             setattr(self, name, getattr(other, name))
 
     def add(self, told: Mapping[str, Any]) -> None:
-        """What another host has stored of the group, as ``to_json`` tells it. Amounts add up; what
-        takes time is done by all at once."""
+        """Add another host's report, as of ``to_json``. Amounts add up; times are parallel."""
         for name, value in told.items():
             if name == "servers":
                 for server, size in value.items():

@@ -1,11 +1,9 @@
-"""Removing what nobody wants to keep: old checkpoints, as their directory's policy says, and
-abandoned pending directories.
+"""Removing old checkpoints, by their directory's policy, and abandoned pending directories.
 
-Checkpoints are what a publish or a rename has shown as a whole (``Inode.shown_ns``). What programs
-write in place is none: nothing tells when it is complete. The decision is a pure function
-(core/retention.py); what goes is doomed as a whole, or goes to the trash, in a transaction that
-looks once more whether it is still what was decided about, and whether the user that has asked for
-it (that set the policy, or marked the directory) may remove it now.
+Checkpoints are what a publish or rename has shown as a whole (``Inode.shown_ns``), not what
+programs write in place. The decision is pure (core/retention.py). What goes is doomed, or trashed,
+in a transaction that checks again that it is unchanged, and that the user that set the policy, or
+marked the directory, may remove it.
 """
 
 import math
@@ -44,8 +42,7 @@ _ENTRIES = 64  # looked at in one go: about 0.3 ms
 
 
 class Retention:
-    """Looks after directories that have a policy when something is published in them, and after all
-    now and then."""
+    """Looks after directories with a policy after each publication, and after all now and then."""
 
     def __init__(
         self,
@@ -74,8 +71,8 @@ class Retention:
         self.kept.update(await self._engine.view(_all_kept))
 
     async def set_policy(self, ino: int, text: str, caller: CallerLike) -> None:
-        """Set the policy of a directory, '' to remove it; it counts from now on, and removes what
-        ``caller`` may remove. Raises Invalid, NotFound, NotADirectory."""
+        """Set a directory's policy, '' to remove it, from now on; it removes what ``caller`` may.
+        Raises Invalid, NotFound, NotADirectory."""
         try:
             policy = retention.format_keep(retention.parse_keep(text)) if text else ""
         except ValueError as error:
@@ -156,8 +153,8 @@ class Retention:
     async def _decide(
         self, inodes: dict[bytes, int], checkpoints: list[ListedCheckpoint], keep: Keep
     ) -> list[ListedCheckpoint]:
-        """What has to go. The manifests of those that would, and of the newest, which let others
-        go, are read before: not of all, for that takes a look at each file that they list."""
+        """What has to go. Reads manifests of these and of the newest alone: each is a look at all
+        its files."""
         known, read = {one.name: one for one in checkpoints}, set[bytes]()
         while going := retention.decide(known.values(), keep, self.now_ns()):
             newest = retention.newest_last(known.values())[-max(keep.last, 1) :]
@@ -172,9 +169,7 @@ class Retention:
         return going
 
     async def remove_abandoned(self) -> None:
-        """Remove pending directories in which nothing has happened for long, if the user that
-        marked them may remove them.
-        """
+        """Remove long idle pending directories, if the user that marked them may."""
         if not self._abandoned_after_s:
             return
         in_use = await self._directories_in_use()
@@ -210,8 +205,8 @@ class Retention:
     async def _survey(
         self, directory: int, keep: Keep
     ) -> tuple[dict[bytes, int], list[ListedCheckpoint]]:
-        """Inode numbers by name, and the checkpoints in a directory, with what is known of them
-        without reading a file. Others run between slices."""
+        """Inode numbers by name, and a directory's checkpoints, without reading files. Other tasks
+        run between slices."""
         in_use, found, cookie = await self._directories_in_use(), [], 0
         pointed: set[bytes] = set()
         while places := await self._engine.view(_list, directory, cookie):
@@ -235,8 +230,8 @@ class Retention:
         return {name: inode.ino for name, inode, _ in found}, checkpoints
 
     async def _directories_in_use(self) -> set[int]:
-        """All directories above files that programs have open. Those that have had several names
-        are left out: what is open stays until it is closed."""
+        """All directories above open files, except files that have had several names, which
+        stay."""
         found: set[int] = set()
         for ino in self._io.table.programs_have_open():
             found |= await self._engine.view(_ancestors, ino, found)
@@ -262,13 +257,13 @@ def _all_kept(tx: ReadTransaction) -> list[int]:
 
 
 def _all_pending(tx: ReadTransaction) -> list[int]:
-    """The directories that are pending, of which that can be read."""
+    """Pending directories with readable records."""
     found, _ = groups.load(tx)
     return [ino for ino, (record, _) in found.items() if record.pending is not None]
 
 
 def _find_idle(tx: ReadTransaction, ino: int, since_ns: int) -> tuple[int, bytes] | None:
-    """Where a pending directory lies, if nothing has happened in it since ``since_ns``."""
+    """A pending directory's place, if idle since ``since_ns``."""
     record, inode = groups.find(tx, ino), namespace.find_inode(tx, ino)
     if record is None or record.pending is None or inode is None or not inode.links:
         return None
@@ -290,7 +285,7 @@ def _list(
 
 
 def _is_checkpoint(tx: ReadTransaction, name: bytes, inode: Inode) -> bool:
-    """Whether the directory was shown as a whole, is called as a checkpoint, and holds files."""
+    """Whether it was shown as a whole, is named as a checkpoint, and holds files."""
     if not inode.shown_ns or name.startswith(b".") or groups.is_pending(tx, inode.ino):
         return False
     has_manifest = tx.get(keys.dentry(inode.ino, MANIFEST)) is not None
@@ -298,8 +293,7 @@ def _is_checkpoint(tx: ReadTransaction, name: bytes, inode: Inode) -> bool:
 
 
 def _holds_files(tx: ReadTransaction, ino: int) -> bool:
-    """Whether a regular file lies below a directory, besides those that AIFS puts there; also if
-    there are too many names to look at."""
+    """Whether regular files, besides AIFS's own, lie below; also for too many names to look at."""
     directories, left = [ino], _ENTRIES
     for directory in directories:
         for _, value in tx.range(*keys.entries_after(directory, 0), left):
@@ -315,7 +309,7 @@ def _holds_files(tx: ReadTransaction, ino: int) -> bool:
 
 
 def _ancestors(tx: ReadTransaction, ino: int, known: Set[int]) -> set[int]:
-    """The directories above, up to one of those that are ``known`` with all above them."""
+    """Directories above, up to ``known`` ones."""
     found: set[int] = set()
     while ino not in (keys.ROOT_INO, namespace.SEVERAL) and ino not in known:
         inode = namespace.find_inode(tx, ino)
@@ -330,7 +324,7 @@ def _ancestors(tx: ReadTransaction, ino: int, known: Set[int]) -> set[int]:
 def _doom_old(
     tx: Transaction, parent: int, name: bytes, ino: int, now: int, rules: TrashRules, kept: Kept
 ) -> Inode | None:
-    """Doom a checkpoint, if it has the name still, and ``kept`` is the policy."""
+    """Doom a checkpoint if it still has the name, and ``kept`` is the policy."""
     if _get_kept(tx, parent) != kept:
         return None
     return _doom(tx, parent, name, ino, now, rules, kept.asker)
@@ -339,9 +333,7 @@ def _doom_old(
 def _doom_idle(
     tx: Transaction, parent: int, name: bytes, ino: int, now: int, rules: TrashRules, since_ns: int
 ) -> Inode | None:
-    """Doom a pending directory, if it still has the name, and nothing has happened in
-    it since.
-    """
+    """Doom a pending directory that still has the name, idle since."""
     if _find_idle(tx, ino, since_ns) is None:
         return None
     record = groups.find(tx, ino)
@@ -365,9 +357,7 @@ def _doom(
 
 
 def _may_remove(tx: ReadTransaction, inode: Inode, asker: Asker) -> bool:
-    """Whether the user who asked for it may remove the directory with all that lies below, as
-    `aifs rm -r` would.
-    """
+    """Whether the asker may remove the directory's tree, as `aifs rm -r` would."""
     try:
         parent = namespace.get_directory(tx, inode.parent)
         permissions.require_may_remove_tree(parent, inode, asker)
@@ -378,6 +368,6 @@ def _may_remove(tx: ReadTransaction, inode: Inode, asker: Asker) -> bool:
 
 
 def _policy_setter(tx: ReadTransaction, ino: int) -> Asker | None:
-    """The user with whose rights checkpoints go that the policy of a directory does not keep."""
+    """The user whose rights remove checkpoints by a directory's policy."""
     kept = _get_kept(tx, ino)
     return None if kept is None else kept.asker

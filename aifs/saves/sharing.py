@@ -1,10 +1,8 @@
-"""Which bytes of a group have to be stored, and by which host: chunks of its members that are
-equal are one. Pure.
+"""Which bytes of a group have to be stored, and by which host: equal chunks are one. Pure.
 
-*Found* chunks lie in the store already. The others are *new*; each has *holders*, the members that
-have it, and is stored once. What the planner is asked: sources are the burst devices of the
-holders, destinations are slots, that is what a container can be laid out like
-(files/containers.py), and chunks of about one length with the same sources are a class.
+*Found* chunks are in the store. *New* ones have *holders*, members that have them, and are stored
+once. For the planner, sources are the holders' burst devices, destinations slots, that is layouts
+of containers (files/containers.py); chunks of about one length with the same sources are a class.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,8 +22,7 @@ Chunk = tuple[int, int]
 
 
 Chunks = dict[bytes, tuple[int, tuple[int, ...]]]
-"""Distinct chunks of a host, by digest: the length, and the burst devices that have it, ascending.
-"""
+"""Distinct chunks of a host, by digest: length, and ascending burst devices."""
 
 
 class Cut(NamedTuple):
@@ -44,18 +41,14 @@ class Holder(NamedTuple):
 
 @dataclass(slots=True)
 class Need:
-    """A distinct chunk: its length, and one holder for each member that has it, in the order of
-    members.
-    """
+    """A distinct chunk: its length, and a holder for each member with it, in order."""
 
     length: int
     holders: list[Holder] = field(default_factory=list)
 
 
 class Amounts(NamedTuple):
-    """Bytes of a group that are zeros, that another chunk of the group has as well, and that are
-    distinct.
-    """
+    """A group's bytes that are zeros, that are duplicates, and that are distinct."""
 
     zero: int
     duplicate: int
@@ -63,9 +56,7 @@ class Amounts(NamedTuple):
 
 
 def distinct(members: Iterable[Cut]) -> tuple[dict[bytes, Need], Amounts]:
-    """The distinct chunks of all members by digest, in the order in which they are met, and what
-    they come to.
-    """
+    """The distinct chunks of all members by digest, as met, and their sums."""
     needs: dict[bytes, Need] = {}
     zero = duplicate = alone = 0
     for member, (ranges, digests) in enumerate(members):
@@ -95,9 +86,7 @@ class Asked(NamedTuple):
 
 
 def protects(layout: Striped, redundancy: Redundancy) -> bool:
-    """Whether a chunk in a container that is laid out so is as safe as a file that asks for
-    ``redundancy`` wants it.
-    """
+    """Whether a chunk in this layout is as safe as ``redundancy`` asks."""
     return redundancy_of(layout).tolerates >= redundancy.tolerates
 
 
@@ -129,10 +118,9 @@ def ask(
     servers: Mapping[int, tuple[int, int | None]],
     links: Mapping[int, tuple[int, int]] = MappingProxyType({}),
 ) -> Question:
-    """``devices``: the burst device of each member. ``sources``: bandwidth of each of these.
-    ``servers``: bandwidth, and free bytes if they are known, of each data server. ``links``: host,
-    and bandwidth of its link, of the devices of which that is known.
-    """
+    """``devices``: each member's burst device. ``sources``: their bandwidths. ``servers``:
+    bandwidth, and known free bytes, of data servers. ``links``: known hosts and link bandwidths of
+    devices."""
     order = sorted(sources)
     hosts = sorted(set(links.values()))
     place = {device: number for number, device in enumerate(order)}
@@ -156,9 +144,7 @@ def ask(
 def _destination(
     slot: Striped, slots: Sequence[Striped], servers: Mapping[int, tuple[int, int | None]]
 ) -> Destination:
-    """A slot is as fast as the slowest of its servers, each of which serves all the slots that it
-    is in.
-    """
+    """As fast as the slowest of its servers, each shared by its slots."""
     share = data_columns(slot)
     bandwidth, space = [], []
     for server in slot.servers:

@@ -1,8 +1,7 @@
-"""Storing the chunks of a group's members, those that ask for the same redundancy on the same
-servers, and flipping the files.
+"""Storing chunks of a group's like members (redundancy, servers), and flipping the files.
 
-A chunk that has been appended is right if the lease of the file that it was read from still holds
-when that is done. Otherwise the files that it was for wait for another round.
+An appended chunk is right if its file's lease held until the end. Otherwise its files wait for
+another round.
 """
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
@@ -56,11 +55,10 @@ _REPLACED_AT_ONCE = 256
 
 
 class _Work:
-    """What one round appends. Keys are digests of shared chunks, or (inode number, number of the
-    extent) of a file's own.
+    """One round's appends. Keys are digests of shared chunks, or (inode number, number of the
+    extent).
 
-    ``senders``: whose burst copies the shared ones are read from. ``right``: those that are what
-    they should be.
+    ``senders``: whose burst copies have the shared ones. ``right``: verified ones.
     """
 
     def __init__(self, slots: Sequence[Striped]) -> None:
@@ -73,9 +71,8 @@ class _Work:
 
 @dataclass
 class MemberKind:
-    """The members of a group that ask for the same, and what is known of their chunks. What goes
-    through each chunk is called in a worker thread, one call at a time.
-    """
+    """Like members of a group, and their chunks. Work on each chunk is in a worker thread, one call
+    at a time."""
 
     asked: Asked
     members: Sequence[Prepared]
@@ -206,8 +203,7 @@ class MemberKind:
     def count_stored(
         self, work: _Work, shared: Collection[bytes], inos: Collection[int] = ()
     ) -> None:
-        """These shared chunks, and those that these files have of their own, count in the
-        report."""
+        """Count these shared chunks, and these files' own, in the report."""
         for slot, some in zip(self.slots, work.pieces, strict=True):
             size = sum(
                 HEADER_BYTES + work.places[key].stored
@@ -265,9 +261,8 @@ class Storing:
         await self._replace(kind, looked_up.bad)
 
     async def _replace(self, kind: MemberKind, digests: list[bytes]) -> None:
-        """Store these anew, for all files that name them, as long as a member has their bytes.
-        Raises NoSpace, Unavailable.
-        """
+        """Store these anew for all files, while a member has their bytes. Raises NoSpace,
+        Unavailable."""
         while digests:
             work, holding = _Work(kind.slots), kind.holding()
             for digest in digests[:_REPLACED_AT_ONCE]:
@@ -285,7 +280,7 @@ class Storing:
             kind.report.replaced_chunks += len(places)
 
     async def _plan(self, kind: MemberKind, new: dict[bytes, Need]) -> None:
-        """Decide which slot takes each new chunk. Raises NoSpace."""
+        """Choose a slot for each new chunk. Raises NoSpace."""
         begin = trio.current_time()
         report = kind.report
         devices = [member.copy.server for member in kind.members]
@@ -308,8 +303,8 @@ class Storing:
         sources: Mapping[int, int],
         links: Mapping[int, tuple[int, int]],
     ) -> tuple[tuple[Striped, ...], dict[bytes, Assigned]]:
-        """The plan for chunks of several hosts: slots, and which of these takes a chunk from which
-        device. See sharing.ask. Raises NoSpace, NotSupported, Unavailable."""
+        """The plan for several hosts' chunks: slots, and by chunk its slot and device. See
+        sharing.ask. Raises NoSpace, NotSupported, Unavailable."""
         slots = self._containers.slots(asked.redundancy, asked.servers)
         free = self.bandwidths.free()
         rates = self.bandwidths.of_servers()
@@ -327,9 +322,8 @@ class Storing:
     async def keep(
         self, kind: MemberKind, wanted: Mapping[bytes, tuple[int, ...]], lists: list[int]
     ) -> set[bytes]:
-        """Store these chunks of the members, each in a container on the servers that it names;
-        those that are in the store. They are named by lists that no file has, which are added to
-        ``lists`` before they are made: for the collector."""
+        """Store these chunks in containers on the named servers; returns those in the store. Lists
+        of no file name them, added to ``lists`` before they are made, for the collector."""
         kept: set[bytes] = set()
         cuts = [member.cut for member in kind.members]
         kind.needs, _ = await _work(kind.members[0], sharing.distinct, cuts)
@@ -385,9 +379,7 @@ class Storing:
         kind.fail(batch, failure)
 
     async def _store_round(self, kind: MemberKind, alive: list[Prepared]) -> None:
-        """Store what these need, and flip those of them that have not lost it meanwhile. Raises
-        NoSpace, Unavailable.
-        """
+        """Store these members' needs, and flip those still right. Raises NoSpace, Unavailable."""
         work, holding = _Work(kind.slots), kind.holding()
         for member in alive:
             self._drainer.drop_made(member)  # the list of the last round
@@ -401,9 +393,8 @@ class Storing:
 
     @asynccontextmanager
     async def _appended(self, kind: MemberKind, work: _Work) -> AsyncIterator[None]:
-        """What is to be appended is durable within the block, which records it. If either fails,
-        what has been appended counts as dead: else nobody would know of those bytes before others
-        are appended behind them, and of a full container never."""
+        """What is to be appended is durable within the block, which records it. After failures it
+        counts as dead: else its bytes would be unknown, in a full container for ever."""
         async with AsyncExitStack() as stack:
             try:
                 await self._append(kind, work, stack)
@@ -416,7 +407,7 @@ class Storing:
                 raise
 
     async def _append(self, kind: MemberKind, work: _Work, stack: AsyncExitStack) -> None:
-        """Append to all slots at a time. What has been appended is pinned until ``stack`` ends."""
+        """Append to all slots at a time; pinned until ``stack`` ends."""
 
         async def append(number: int) -> None:
             stored = [piece for _, piece in work.pieces[number]]
@@ -463,7 +454,7 @@ class Storing:
 
 
 def _batches(digests: list[bytes], needs: Mapping[bytes, Need]) -> Iterator[list[bytes]]:
-    """As many at a time as are made to count together."""
+    """Batches made to count together."""
     batch: list[bytes] = []
     size = 0
     for digest in digests:
@@ -477,5 +468,4 @@ def _batches(digests: list[bytes], needs: Mapping[bytes, Need]) -> Iterator[list
 
 
 async def _work(member: Prepared, function: Callable[..., Any], *args: Any) -> Any:
-    """In a worker thread, of the device of a member."""
     return (await gather([(member.copy.device.workers, function, args)]))[0]

@@ -23,14 +23,11 @@ class GroupTable:
 
     def __init__(self, engine: Engine, upkeep: Upkeep) -> None:
         self.by_directory: dict[int, DirectoryGroup] = {}
-        """All that are live, or keep their directory pending, and some that have ended, the
-        youngest last.
-        """
+        """Live groups, those with pending directories, and some ended ones, the youngest last."""
         self.open: frozenset[int] = frozenset()
         """Directories whose groups take files."""
         self.recording = trio.Lock()
-        """Held while records of groups are written, so that they are in the order of what happens.
-        """
+        """Held while groups' records are written, to keep their order."""
         self.host = engine.host
         """The number of this host; 0 where the store has one."""
         self._followed: dict[int, DirectoryGroup] = {}  # by id
@@ -38,8 +35,8 @@ class GroupTable:
         self._upkeep = upkeep
 
     async def find(self, ino: int, group_id: int = 0) -> DirectoryGroup:
-        """The group of a directory, or one that it has followed, by its id (0: the present, or
-        last, one). Raises NoAttribute; Stale: nothing is known of that one (any more)."""
+        """The directory's group, or a followed one by id (0: the present, or last). Raises
+        NoAttribute; Stale: unknown (now)."""
         group = self.by_directory.get(ino)
         if group is None:
             group = await self._find_on_record(ino)
@@ -53,7 +50,7 @@ class GroupTable:
         return group
 
     async def _find_on_record(self, ino: int) -> DirectoryGroup:
-        """One that has ended long ago, unless another begins just now. Raises NoAttribute."""
+        """One that ended long ago, unless another begins. Raises NoAttribute."""
         async with self.recording:
             group = self.by_directory.get(ino)
             if group is not None:
@@ -84,8 +81,8 @@ class GroupTable:
     async def begin(
         self, ino: int, record: GroupRecord, before: DirectoryGroup | None
     ) -> DirectoryGroup:
-        """A new group of a directory, after ``before``. Its end can be asked for by its id.
-        Callers hold ``recording``. Raises NotFound, NotADirectory, Invalid."""
+        """A new group of a directory, after ``before``; its end can be asked for by its id. Callers
+        hold ``recording``. Raises NotFound, NotADirectory, Invalid."""
         known = None if before is None else before.record.id
         recorded = await self._engine.transact(groups.begin, ino, record, known)
         if before is not None and before.is_live:
@@ -108,8 +105,8 @@ class GroupTable:
             del self._followed[group_id]
 
     async def change(self, group: DirectoryGroup, **more: Any) -> DirectoryGroup:
-        """More is asked of a group: fields of its record. Callers hold ``recording``. Raises
-        NotFound, Invalid."""
+        """Change fields of a group's record. Callers hold ``recording``. Raises NotFound,
+        Invalid."""
         await self._engine.transact(groups.change, group.ino, group.record.id, more)
         group.record = group.record._replace(**more)  # it may have ended meanwhile
         self.look()

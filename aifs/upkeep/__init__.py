@@ -1,2 +1,1 @@
-"""Background work of a store: making room, deleting, compacting, scrubbing, rebuilding, moving old
-files, adding and removing servers."""
+"""Background work of a store: making room, deleting, compacting, scrubbing, rebuilding, moving."""

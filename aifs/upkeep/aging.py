@@ -1,16 +1,13 @@
-"""Files that nobody has used for long move to another class of data servers, or are compressed, in
-the background.
+"""Old files move to another class of data servers, or are compressed, in the background.
 
-The rule of a directory (``user.aifs.age``, core/aging.py) holds for all files below, up to the next
-directory that has one. It is looked up when a pass meets a file, so it holds for older files, too.
-A file moves as a whole, by laying it out anew (relayout): programs read on, and a file that is
-changed meanwhile stays. It keeps the protection that it had, or stays. Nothing moves back by
-itself: a file that is written anew is a new one, and goes where new files go.
+A directory's rule (``user.aifs.age``, core/aging.py) holds for all files below, up to the next one,
+old ones included. A file moves as a whole, by relayout: programs read on, and a file that is
+changed meanwhile stays. It keeps its protection, or stays. Nothing moves back: a file that is
+written anew goes where new files go.
 
-Striped files move. One that is to be compressed moves into containers, where chunks have codecs and
-checksums of their own. Files in containers stay: they are small, and share their objects with
-others, or have been compressed. So do files with several names, because nobody knows where they
-are.
+Striped files move; to be compressed they move into containers, whose chunks have codecs and
+checksums. Files in containers stay: they are small and share objects, or are compressed. Files with
+several names stay, because their directories are unknown.
 """
 
 import time
@@ -84,8 +81,8 @@ class Aging:
     # --- rules ---
 
     async def set_rule(self, ino: int, text: str) -> None:
-        """Set the rule of a directory, '' to remove it; a pass begins. Durable as a change of
-        metadata is. Raises Invalid, NotFound, NotADirectory."""
+        """Set the rule of a directory, '' to remove it; a pass begins. Durable like metadata.
+        Raises Invalid, NotFound, NotADirectory."""
         try:
             rule = parse_age_rule(text) if text else None
         except ValueError as error:
@@ -203,7 +200,7 @@ def _get_rule(tx: ReadTransaction, ino: int) -> bytes:
 
 
 def _read_rules(tx: ReadTransaction) -> dict[int, AgeRule]:
-    """By directory; those that are damaged are left out: fsck names them."""
+    """By directory, without damaged ones, which fsck names."""
     rules = dict[int, AgeRule]()
     for key, value in tx.range(*keys.all_of(b"f")):
         with suppress(ValueError):
@@ -219,8 +216,8 @@ def _find_aged(
     classes: Mapping[int, str],
     now_ns: int,
 ) -> tuple[list[Aged], bytes]:
-    """The files of a slice of the inodes that are to move, and where the next slice starts (b"":
-    nowhere). ``above``: rules by directory, as far as they are known; more are added."""
+    """Files to move in a slice of the inodes, and where the next slice starts (b"": nowhere).
+    ``above``: known rules by directory, to which it adds."""
     found = []
     records, following = read_slice(tx, start, end, _SLICE)
     for key, value in records:
@@ -244,7 +241,6 @@ def _find_aged(
 def _rule_above(
     tx: ReadTransaction, inode: Inode, above: dict[int, AgeRule | None]
 ) -> AgeRule | None:
-    """The rule of the nearest directory above that has one."""
     passed, rule = [], None
     directory = inode.parent
     while directory != namespace.SEVERAL:

@@ -1,10 +1,8 @@
-"""Compaction: live chunks of a container that is mostly dead move to another one, so that its space
-comes back.
+"""Compaction: live chunks of a mostly dead container move to another one, to free its space.
 
-For each batch of chunks: they are copied as they are stored, and made durable; one transaction
-points the chunk lists that still name the old places to the new ones, or, of shared chunks, their
-records. With its last live chunk the old container becomes garbage. A crash at any step leaves
-lists that name durable bytes, and a container that a later pass deals with.
+Chunks are copied as stored, durably; one transaction points chunk lists, or records of shared
+chunks, from the old places to the new. With its last live chunk the old container is garbage. After
+a crash lists name durable bytes; a later pass deals with the container.
 """
 
 from collections.abc import Sequence
@@ -58,8 +56,8 @@ class Compaction:
         above: float,
         seal_above: int,
     ) -> None:
-        """``movers`` read and write. ``seal_above``: so many dead bytes are not left in a container
-        because it is not full."""
+        """``movers`` read and write. ``seal_above``: dead bytes for which a container is sealed
+        unfilled."""
         self._engine = engine
         self._servers = servers
         self._containers = containers
@@ -69,8 +67,7 @@ class Compaction:
         self._above = above
         self._seal_above = seal_above
         self._left: set[int] = set()
-        """Containers that this mount does not try again: damaged ones, or with a wrong count of
-        live bytes."""
+        """Containers that this mount gave up: damaged, or with a wrong count of live bytes."""
 
     async def work(self) -> float:
         """Compact; in how many seconds to do it again."""
@@ -78,8 +75,7 @@ class Compaction:
         return INTERVAL_S
 
     async def compact(self) -> None:
-        """One pass over all containers. A container that cannot be moved stays, with a line in the
-        log."""
+        """One pass over all containers. One that cannot be moved stays, and is logged."""
         self._containers.files.forget()
         await self._containers.leave_servers()
         asked = self._above, self._seal_above
@@ -88,12 +84,8 @@ class Compaction:
                 await self._try(*item)
 
     async def evacuate(self, container: int) -> bool:
-        """Move all that is alive in a container to others, on servers that are in use; then it is
-        garbage.
-
-        False if it is being appended to: to be tried again later. Raises NoSpace, QuotaExceeded,
-        Unavailable.
-        """
+        """Move all live chunks to containers on servers in use; then it is garbage. False if it is
+        being appended to: try later. Raises NoSpace, QuotaExceeded, Unavailable."""
         await self._containers.retire(lambda other, _: other == container)
         record, is_open = await self._engine.view(_state_of, container)
         if record is not None and not is_open:
@@ -146,8 +138,7 @@ class Compaction:
             await self._move(batch, slots)
 
     def _slots_for(self, layout: Striped) -> tuple[Striped, ...]:
-        """Where its chunks go: to the same servers, which somebody may have asked for, else to any,
-        of their class if possible."""
+        """The same servers, perhaps asked for, else any, of their class if possible."""
         if self._containers.is_usable(layout):
             return (layout,)
         redundancy, storage_class = redundancy_of(layout), self._servers.class_of(layout.servers)
@@ -178,9 +169,8 @@ class Compaction:
 def _mostly_dead(
     tx: ReadTransaction, start: bytes, end: bytes, above: float, seal_above: int
 ) -> tuple[list[tuple[int, Container]], bytes]:
-    """Containers of one slice of the table that are worth it, with their records, and where the
-    next slice starts (empty: none).
-    """
+    """Containers worth it in one slice, with records, and where the next slice starts (empty:
+    none)."""
     found = []
     records, following = read_slice(tx, start, end)
     for key, value in records:
@@ -208,7 +198,7 @@ def _state_of(tx: ReadTransaction, container: int) -> tuple[Container | None, bo
 def _live(
     tx: ReadTransaction, container: int, found: Sequence[ScannedChunk]
 ) -> list[tuple[ScannedChunk, Location]]:
-    """Those chunks that a list, or the record of a shared chunk, names at just this place."""
+    """Chunks that a list, or a shared chunk's record, names at this place."""
     lists: dict[tuple[int, int], Sequence[Extent]] = {}
     live = []
     for chunk in found:

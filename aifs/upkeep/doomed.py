@@ -1,10 +1,8 @@
-"""Trees that have been removed at one stroke, and the background work that takes them apart.
+"""Removed trees, and the background work that takes them apart.
 
-Removing the name of a tree costs one transaction (meta/dooming.py); nobody finds the tree by name
-from then on, and space comes back as this part gets on. Files that programs have open below go on
-until they are closed. A program that is still in the tree, by a working directory or an open one,
-finds the top empty, and the rest until its turn comes; files that are made there meanwhile are
-removed, too.
+Removing the name costs one transaction (meta/dooming.py); space comes back as this work proceeds.
+Open files below go on until closed. A program still in the tree finds the top empty, and the rest
+until its turn; files made there meanwhile are removed, too.
 """
 
 from collections import Counter
@@ -42,9 +40,8 @@ _EMPTIED = faults.declare("vfs.doomed.emptied", "some names of a doomed director
 
 
 class DoomedTrees:
-    """Takes trees, and empties them in ``work``. Their names are known to nobody. Objects go by way
-    of the collector, so they are deleted only after the transaction that made them garbage is
-    durable (I5)."""
+    """Takes trees, whose names are gone, and empties them in ``work``. Objects go by the collector,
+    so only after the transaction that made them garbage is durable (I5)."""
 
     def __init__(
         self,
@@ -54,8 +51,7 @@ class DoomedTrees:
         rules: TrashRules,
         on_gone: Callable[[int], None],
     ) -> None:
-        """``on_gone`` is called with directories that are doomed, and files that have lost their
-        last name."""
+        """``on_gone`` is called with doomed directories, and files without names."""
         self._engine = services.engine
         self._io = io
         self._drain = drain
@@ -90,12 +86,10 @@ class DoomedTrees:
             self._add(ino, doomed.tree)
 
     async def doom(self, parent: int, name: bytes, caller: CallerLike = ROOT) -> Inode:
-        """Remove the directory ``name`` with all that lies below it; returns its inode. It goes to
-        the trash, if there is one for it.
+        """Remove the directory ``name`` with its tree, or put it in its trash; returns its inode.
 
-        The name is gone on return, and stays so as after an rmdir. The owner of the top of a tree
-        may remove it, even if others own files below. Raises NotFound, NotADirectory, AccessDenied,
-        NotPermitted.
+        The name is gone on return, like after rmdir. The owner of the top may remove a tree with
+        files of others. Raises NotFound, NotADirectory, AccessDenied, NotPermitted.
         """
         inode = await self._engine.transact(
             _doom, parent, name, caller, clock.kernel_ns(), self.rules.remover(caller)
@@ -145,9 +139,8 @@ class DoomedTrees:
         return NEVER_S
 
     async def empty(self) -> None:
-        """Take apart all that is doomed. Raises NoSpace or Unavailable if the metadata store
-        cannot be changed.
-        """
+        """Take apart all doomed trees. Raises NoSpace or Unavailable if the metadata cannot be
+        changed."""
         async with self.emptying:
             await self._empty()
 

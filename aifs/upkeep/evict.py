@@ -1,8 +1,5 @@
-"""Eviction: clean copies are dropped from the burst tier when it is crowded, least recently used
-ones first.
-
-A copy stays, though it is clean, if it is needed (files/needs.py).
-"""
+"""Eviction: a crowded burst tier drops clean copies, least recently used first, except needed ones
+(files/needs.py)."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -28,8 +25,8 @@ PAUSE_S = 1.0
 
 
 class Evictor:
-    """Never takes a copy that holds a file's newest bytes, is pinned, in use, or *needed*
-    (``Needs``). Used from one trio thread."""
+    """Never takes a copy with newest bytes, pinned, in use, or *needed* (``Needs``). Used from one
+    trio thread."""
 
     def __init__(
         self,
@@ -80,8 +77,8 @@ class Evictor:
         return inode.copy is None or bool(await self.evict_copies([inode.copy.id]))
 
     async def give_up(self, copy_ids: Sequence[int]) -> list[int]:
-        """Drop these clean copies, pinned ones too, of files that are not open: their device is to
-        be left. Returns the inode numbers of the files that need theirs."""
+        """Drop these clean copies, also pinned, of closed files: their device is left. Returns
+        inode numbers of files that need theirs."""
         needing: list[int] = []
         for start in range(0, len(copy_ids), _BATCH):
             batch = copy_ids[start : start + _BATCH]
@@ -91,8 +88,7 @@ class Evictor:
         return needing
 
     async def evict_copies(self, copy_ids: Iterable[int], mapped: bool = False) -> Collection[int]:
-        """Drop those of these copies that can be; which. ``mapped``: also those that programs have
-        mapped."""
+        """Drop these copies if possible; returns which. ``mapped``: also mapped ones."""
         owners = await self._engine.view(forms.find_copy_owners, copy_ids)
         closed = {copy_id: ino for copy_id, ino in owners.items() if not self._io.table.recall(ino)}
         needed = await self._needs.find(closed)
@@ -114,9 +110,8 @@ class Evictor:
         return garbage
 
     async def _find_mapped(self, copy_ids: Iterable[int]) -> set[int]:
-        """Which copies of closed files programs have mapped: a mapping outlives its descriptor.
-        Without the copy it would show the old bytes for ever, while the file is rewritten
-        elsewhere."""
+        """Mapped copies of closed files: without its copy a mapping would show old bytes for
+        ever."""
         found = set()
         for place in await self._engine.view(forms.find_places, copy_ids):
             copy = self._tier.open(place)
@@ -130,8 +125,7 @@ class Evictor:
         return found
 
     def status(self) -> dict[str, Any]:
-        """Figures for ``aifs status``. ``needed_files``: those whose copies stayed, as ``Needs``
-        says."""
+        """Figures for ``aifs status``. ``needed_files``: copies kept by ``Needs``."""
         return {
             "evicted_files": self._evicted,
             "needed_files": sum(map(self._tier.is_clean, self._needs.copies)),

@@ -1,13 +1,10 @@
-"""Clean burst copies of files: making files whole from them, where the data servers have lost
-bytes, and verifying them.
+"""Clean burst copies: making files whole from them where data servers lost bytes, and verifying
+them.
 
-A wrong copy is dropped, since the file is whole without it.
-
-To make a file whole, nothing is written to objects: the copy becomes the file again, as if a
-program had opened it for writing (docs/design/burst.md), in one transaction, and the usual drain
-brings it to servers that work, under the file's policy. The rest of its objects is garbage. Before
-that the copy is read, and compared with the file's checksums; where there are none, the clean copy
-is trusted if it has the file's length.
+A wrong copy is dropped; the file is whole without it. To make a file whole, its copy becomes the
+file again, as if opened for writing (docs/design/burst.md), in one transaction; the usual drain
+brings it to working servers by its policy, and its old objects are garbage. Before, the copy is
+compared with the file's checksums; without any it is trusted if it has the file's length.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
@@ -56,8 +53,8 @@ _ALIGNED = 256 << 10  # memory is taken in multiples of this
 
 
 class Judgement(Enum):
-    """On a clean burst copy: its bytes have the checksums; they do not; there are no checksums of
-    all of them, but it is as long as the file; it cannot be read now."""
+    """On a clean burst copy: right by checksums; wrong; of the file's length, with checksums
+    missing; or unreadable now."""
 
     RIGHT = auto()
     WRONG = auto()
@@ -77,8 +74,8 @@ class CopyRange(NamedTuple):
 async def compare(
     copies: Sequence[CopyRange], tools: MakingTools, cancelled: Callable[[], bool] = never
 ) -> Sequence[Judgement] | None:
-    """Whether each copy has its file's length, and bytes with these checksums; UNTOLD is never
-    returned. None if ``cancelled`` has become true meanwhile."""
+    """Whether each copy has its file's length, and these checksums; never UNTOLD. None if
+    ``cancelled``."""
     found = []
     for asked in copies:
         if cancelled():
@@ -97,7 +94,7 @@ async def compare(
 
 
 def _compare(device: DataServer, asked: CopyRange, memory: memoryview) -> Judgement:
-    """Blocks. Raises FsError where the copy cannot be opened."""
+    """Blocks. Raises FsError if the copy cannot be opened."""
     key = 0, asked.place.id
     fd = device.open_object(key, False, False)
     if fd is None:
@@ -118,8 +115,8 @@ async def judge_copy(
     throttle: Callable[[int], Awaitable[None]] | None = None,
     piece: int = COPIES_PIECE,
 ) -> Judgement:
-    """Compare the clean burst copy of a file with the file's checksums. A missing one is wrong.
-    ``piece``: how many bytes together; ``throttle`` is awaited with those of each piece."""
+    """Compare a file's clean burst copy with its checksums; a missing one is wrong. ``piece``:
+    bytes at a time; ``throttle`` is awaited with each piece's."""
     assert inode.copy is not None
     at, is_told = 0, True
     while is_told:
@@ -167,7 +164,7 @@ def find_parts(tx: ReadTransaction, inode: Inode, start: int) -> Sequence[Checke
 def _extents(
     tx: ReadTransaction, inode: Inode, chunk: int, start: int, end: int
 ) -> Sequence[CheckedPart]:
-    """Of the chunks that begin in this range, and of the zeros in it."""
+    """Of chunks, and zeros, that begin in this range."""
     parts: list[CheckedPart] = []
     at = start
     while at < end:
@@ -220,9 +217,8 @@ class FromCopies:
         self._files = 0
 
     async def rescue(self, leaving: Set[int] = frozenset()) -> None:
-        """Restore all files that cannot be read without the servers ``leaving`` and those that are
-        lost, or to be left and absent. Costs nothing while there are none, and little when it has
-        been done."""
+        """Restore files unreadable without the servers ``leaving``, lost, or left and absent. Costs
+        nothing without such servers, and little when done."""
         gone = leaving | frozenset(
             server.id for server in self._servers.capacity() if _has_gone(server)
         )
@@ -240,8 +236,8 @@ class FromCopies:
             self._rescued_from = gone
 
     async def restore_users(self, ino: int, oid: int) -> bool:
-        """Restore the files with these objects, or with ``ino`` 0 all that have chunks in a
-        container; whether there are any, and none of them needs it any more."""
+        """Restore the files with these objects, or (``ino`` 0) with chunks in a container; whether
+        there are any, all restored."""
         if ino:
             inos = set(await self._engine.view(shared.users, oid)) or {ino}
         else:
@@ -249,18 +245,15 @@ class FromCopies:
         return bool(inos) and await self.restore_each(inos, 0 if ino else oid) == inos
 
     async def restore_each(self, inos: Iterable[int], container: int = 0) -> set[int]:
-        """Restore these files, which have lost bytes in a ``container``, if one is named; returns
-        those that are restored. Nothing is appended to that container any more."""
+        """Restore these files, with lost bytes in ``container``, to which nothing is appended any
+        more, if named; returns those restored."""
         if container:
             await self._containers.retire(lambda other, _: other == container)
         return {ino for ino in sorted(inos) if await self.restore(ino) is RestoreOutcome.RESTORED}
 
     async def restore(self, ino: int) -> RestoreOutcome:
-        """Have the file read from its copy alone, and drained from there, if it has a clean one
-        that is right.
-
-        Durable on return. Raises Unavailable, NoSpace where the metadata cannot be read or changed.
-        """
+        """Have a file with a right clean copy read from that alone, and drained. Durable on return.
+        Raises Unavailable, NoSpace if the metadata cannot be read or changed."""
         try:
             file = await self._io.inodes.acquire(ino)
         except (NotFound, Stale):
@@ -318,9 +311,7 @@ class FromCopies:
         return RestoreOutcome.RESTORED
 
     def is_useless(self, inode: Inode) -> bool:
-        """Whether the copy of a file was found to be wrong, or could not be read, since
-        ``look_again``.
-        """
+        """Whether the copy was wrong, or unreadable, since ``look_again``."""
         assert inode.copy is not None
         return (inode.copy.id, inode.oid) in self._useless
 
@@ -362,8 +353,7 @@ class CopyScrubber:
         self._give_way = give_way
 
     async def find_right(self, inos: Sequence[int]) -> set[int]:
-        """Those of many files whose copies are right, as far as that is known, or which have none.
-        The others are left to ``scrub``."""
+        """Files with right copies, if known, or none. Others are left to ``scrub``."""
         right = set[int]()
         for first in range(0, len(inos), _SEEN_AT_ONCE):
             some = inos[first : first + _SEEN_AT_ONCE]
@@ -387,9 +377,7 @@ class CopyScrubber:
         return right
 
     async def scrub(self, ino: int, found: ScrubResult, repair: bool) -> bool:
-        """Verify the copy of a file, if it has a clean one and checksums; whether a wrong one has
-        been dropped.
-        """
+        """Verify a clean copy by its checksums; whether a wrong one was dropped."""
         inode = await self._engine.view(namespace.find_inode, ino)
         if inode is None or inode.copy is None or not _is_cached(inode):
             return False
@@ -414,8 +402,7 @@ class CopyScrubber:
         return False
 
     async def _is_same(self, before: Inode) -> bool:
-        """Whether the copy has been clean all the time: a program that changes it makes it the file
-        first."""
+        """Whether the copy was clean all the time: programs change it only as the file."""
         inode = await self._engine.view(namespace.find_inode, before.ino)
         if inode is None:
             return False
@@ -423,13 +410,12 @@ class CopyScrubber:
 
 
 def _is_cached(inode: Inode) -> bool:
-    """Whether the file has a clean copy."""
     return inode.copy is not None and not inode.in_burst and inode.layout is not None
 
 
 def _see_small(tx: ReadTransaction, inos: Sequence[int], limit: int) -> list[CopyRange | bool]:
-    """The range to compare of each file; True: nothing, as it has no clean copy; False: it has more
-    than ``limit`` bytes, or damaged records, or no checksums."""
+    """The range to compare of each file; True: no clean copy; False: more than ``limit`` bytes,
+    damaged records, or no checksums."""
     found: list[CopyRange | bool] = []
     for ino in inos:
         try:

@@ -1,14 +1,11 @@
-"""Moving one column of an object set to another server, or making it anew.
+"""Moving one column of an object set to another server, or making it anew: for drains and losses of
+servers, replacement, repair.
 
-One mechanism serves drains and losses of servers, replacement, repair. In this order: a record says
-that an object may lie on the new server (durably); the object is made there, whole, from where it
-lay, or from the other columns, and checked where there are checksums; one transaction has the
-layout name the new server instead of the old; then the old object is a stray and deleted. A column
-that is wrong, on a server that works, is made anew in its place; nobody reads it until its mark is
-gone, in the same one transaction. Whatever fails or is overtaken by a change before that
-transaction leaves the object set as it was, and a stray.
-
-The record of a stray goes only when the object is durably deleted.
+A record says, durably, that an object may lie on the new server; the object is made there, whole,
+from where it lay, or other columns, and checked by checksums; one transaction has the layout name
+the new server; then the old object is a stray, and deleted. A wrong column on a working server is
+made anew in place, unread until that transaction takes its mark. Failures and changes before it
+leave the object set as it was, and a stray. A stray's record goes after its durable deletion.
 """
 
 from collections import Counter
@@ -57,8 +54,7 @@ _FLIPPED = faults.declare(
 
 
 class Strays:
-    """Objects that may lie on servers where no layout names them, and wait to be deleted. Used from
-    one trio thread."""
+    """Objects perhaps on servers that no layout names, to be deleted. Used from one trio thread."""
 
     def __init__(
         self,
@@ -80,9 +76,7 @@ class Strays:
         self._sweeping = trio.Lock()
 
     def __contains__(self, place: tuple[int, int]) -> bool:
-        """Whether an object of this oid may lie on this server still: then it is no place for a new
-        one.
-        """
+        """Whether an object of this oid may be on this server: no place for a new one."""
         return place in self._waiting
 
     def on(self, server: int) -> int:
@@ -108,11 +102,8 @@ class Strays:
         return len(found)
 
     async def sweep(self, urgent: bool = False) -> int:
-        """Delete them, where that is possible; how many are left. Those of a lost server go without
-        that.
-
-        Raises NoSpace or Unavailable if the metadata store cannot be changed.
-        """
+        """Delete them if possible; how many are left. A lost server's are dropped. Raises NoSpace
+        or Unavailable if the metadata cannot be changed."""
         async with self._sweeping:
             waiting = list(self._waiting.values())
             if not waiting:
@@ -149,7 +140,7 @@ class Strays:
 
 
 def _read_strays(tx: ReadTransaction) -> tuple[list[Stray], list[Stray]]:
-    """Those to be deleted, and records that are none: the layout names the server."""
+    """Strays to delete, and void records: the layout names the server."""
     found: list[Stray] = []
     stale: list[Stray] = []
     for stray in moves.load_strays(tx):
@@ -172,12 +163,12 @@ class Subject(Protocol):
         """Where in a container the live chunks are; None of a file."""
 
     def is_unchanged(self) -> bool:
-        """Whether nobody has changed the bytes, or is about to, since this was made; once False,
-        for good. Does not suspend."""
+        """Whether nobody has changed, or is about to change, the bytes since; False is final. Does
+        not suspend."""
 
     async def flip(self, before: SetRecord, column: int, server: int, unread: int) -> bool:
-        """The object of the column is whole on ``server``: from now on it is read there, unless the
-        object set has changed (see meta.moves.flip). Whether that is on record."""
+        """Read the column, whole on ``server``, there, unless the object set has changed (see
+        meta.moves.flip). Whether that is on record."""
 
 
 class Result(Enum):
@@ -211,12 +202,9 @@ class ColumnMover:
     async def move(
         self, subject: Subject, objects: SetRecord, unread: int, column: int
     ) -> tuple[Result, frozenset[int]]:
-        """Bring a column to a server where it may stay, whole; ``unread``: mask of columns that
-        must not be read.
-
-        Returns also other columns that turned out to have wrong bytes. Raises Unavailable if nobody
-        knows its bytes, NoTarget, NoSpace or Unavailable if no server takes it.
-        """
+        """Bring a column, whole, to a server where it may stay; ``unread``: mask of columns not to
+        read. Returns also other, wrong columns. Raises Unavailable if its bytes are unknown,
+        NoTarget, NoSpace or Unavailable if no server takes it."""
         failed: dict[int, FsError] = {}
         while True:
             target = self._target(objects, column, unread, failed)
@@ -260,8 +248,7 @@ class ColumnMover:
         return None
 
     def _usable(self, here: int) -> list[Candidate]:
-        """Servers that work and may take columns of ``here``: those of its class, and those for new
-        files."""
+        """Working servers for columns of ``here``: of its class, and for new files."""
         classes = dict.fromkeys((self._servers[here].storage_class, ""))
         candidates = (c for name in classes for c in self._servers.candidates(name))
         return [c for c in candidates if not self._servers[c.id].absent]
@@ -308,9 +295,8 @@ class ColumnMover:
     async def _make(
         self, subject: Subject, objects: SetRecord, unread: int, column: int, target: DataServer
     ) -> frozenset[int]:
-        """Make the object of the column on ``target``, durably, unless the subject changes
-        meanwhile; which other columns have wrong bytes.
-        """
+        """Make the column's object on ``target``, durably, unless the subject changes; returns
+        other, wrong columns."""
         ino, oid, layout, size = objects
         origin = InObjects(ino, oid, layout, unread, await subject.digests())
         making = ColumnMaking(origin, size, column, target.id)
@@ -335,11 +321,10 @@ def choose_target(
     domains: Mapping[int, str],
     preferred: int | None = None,
 ) -> int | None:
-    """Where a column moves to: a server that the layout does not name; None if there is none. Pure.
+    """A server for a column that the layout does not name, or None. Pure.
 
-    The ``preferred`` one, if it may be. Else one whose domain has the fewest of the columns that
-    hold the same bytes, then of all columns of the file; of these one with most free space; of
-    these any, as ``seed`` says. ``domains``: of all servers.
+    The ``preferred`` one, if possible. Else the domain with fewest columns of the same bytes, then
+    of the file; then most free space; then by ``seed``. ``domains``: of all servers.
     """
     free = [candidate for candidate in candidates if candidate.id not in layout.servers]
     if any(candidate.id == preferred for candidate in free):

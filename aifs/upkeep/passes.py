@@ -1,9 +1,6 @@
-"""A pass over the object sets of a store in use: the part that all passes share.
-
-A pass walks records (meta.slices.Walk), and a judge deals with each object set that is due. One
-that cannot be dealt with now is left for the next pass, which looks at it anew: nothing is on
-record of a pass, except of a scrub.
-"""
+"""A pass over the object sets of a store in use: the shared part. It walks records
+(meta.slices.Walk), and a judge deals with due object sets. The rest waits for the next pass; only a
+scrub's is on record."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

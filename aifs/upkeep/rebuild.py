@@ -1,11 +1,8 @@
-"""Rebuild, in the background: columns that are missing or wrong, servers that are left or lost,
-files to be protected.
+"""Rebuild, in the background: missing or wrong columns, left or lost servers, unprotected files.
 
-Work goes in *rounds*. A round counts the object sets that are due, then walks the same records
-again, and hands each one to a worker; those that cannot be mended now (the file is being changed, a
-server fails) are left for a later round. All results are on record in the object sets themselves,
-so a round that a crash or a remount ends is just begun anew: an object set that is mended costs it
-one look.
+A *round* counts due object sets, then walks the same records again, with a worker for each; what
+cannot be mended now (the file is being changed, a server fails) waits for a later round. All
+results are on record in the object sets, so after a crash a round begins anew at little cost.
 """
 
 import time
@@ -109,13 +106,12 @@ class Mender:
         )
 
     def waiting(self) -> frozenset[int]:
-        """Servers that are in use and given up: files that are not protected there can only wait
-        for them."""
+        """Servers in use but given up, for which unprotected files wait."""
         return frozenset(server.id for server in self._servers.capacity() if server.given_up)
 
     async def mend(self, ino: int, oid: int) -> Outcome:
-        """Do all that is due of the object set. Raises NoSpace, Unavailable if some of it cannot be
-        done; Untold if that is because nobody knows its bytes."""
+        """Do all that is due. Raises NoSpace, Unavailable if some cannot be done; Untold for
+        unknown bytes."""
         if ino == 0:
             return await self._mend_container(oid)
         try:
@@ -166,8 +162,7 @@ class Mender:
         return outcome if seen.due else Outcome.BUSY
 
     async def _protect(self, subject: FileSubject, objects: SetRecord) -> bool:
-        """Return whether a plain file has the protection of its policy now; not if it was changed
-        meanwhile."""
+        """Whether a plain file has its policy's protection now; not if changed meanwhile."""
         capacity, inode = self._io.capacity, subject.file.inode
         if not capacity.redundancy(inode).is_protected:
             await self._forget(objects.oid)
@@ -180,8 +175,8 @@ class Mender:
         return await self._relayout.lay_out(subject, layout)
 
     async def _leave(self, subject: FileSubject, oid: int) -> bool:
-        """Lay a file that lies on all servers there are out over those where columns may stay, if
-        it has to leave one and that costs no safety."""
+        """Spread a file on all servers over those where columns may stay, if it has to leave one
+        without loss of safety."""
         seen = await self._look(subject.file.inode.ino, oid)
         if seen.objects is None:
             return False
@@ -250,8 +245,8 @@ class Mender:
         return outcome
 
     async def _end_repair(self, objects: SetRecord) -> None:
-        """The mark says nothing, or that a scrub has ended while it put bytes right: they may be
-        others now."""
+        """End a mark that is void, or of a scrub that ended while repairing: bytes may be others
+        now."""
         ino, oid, layout, _ = objects
         forget_columns(self._servers.cache, layout, (ino, oid))
         self._servers.blocks.correct(oid)
@@ -371,11 +366,8 @@ class Rebuild:
         self._damage.due()
 
     async def request(self, oid: int, ino: int, columns: Iterable[int]) -> bool:
-        """Have these columns made anew; nobody reads them until then. ``ino`` 0: a container.
-
-        Whether that is on record on return: not if they are not protected (any more), or too many
-        are wrong already.
-        """
+        """Have these columns made anew, unread until then. ``ino`` 0: a container. Whether that is
+        on record: not if unprotected, or too many are wrong."""
         mask = sum(1 << column for column in set(columns))
         noted = await self._note(oid, ino, mask)
         if noted:
@@ -414,7 +406,7 @@ class Rebuild:
         return retry_s
 
     async def _round(self) -> bool:
-        """One round. Whether anything was done: then there should be another one."""
+        """One round; whether anything was done, so that another is due."""
         asked, self._settled = self._damage.asked, -1
         self._handed_out = asked
         await self._take_reports()
@@ -470,7 +462,6 @@ class Rebuild:
             await send.send((due.ino, due.oid))
 
     async def _count(self) -> "_Left":
-        """Count the object sets that are due."""
         standing = self._standing_now()
         leaving = [number for number, state in standing.items() if state != ACTIVE]
         left = _Left(leaving)
@@ -489,8 +480,7 @@ class Rebuild:
         return left
 
     async def _walk(self, see: Callable[[Due], Awaitable[None]]) -> None:
-        """Show the object sets that are due by the records: degraded ones first, then those on
-        servers that are to be left."""
+        """Show due object sets by the records: degraded ones, then those on servers to be left."""
         await self._show(see, b"q", moves.scan_degraded)
         staying = self._mender.staying()
         if len(staying) == len(self._servers.capacity()) or trio.current_time() < self._scan_at_s:
@@ -559,16 +549,12 @@ class Rebuild:
     # --- figures ---
 
     async def news(self) -> None:
-        """Wait until ``idle`` or ``left`` may say something else: a round has ended, or objects are
-        deleted.
-        """
+        """Wait until ``idle`` or ``left`` may change: after a round, or deletions."""
         await self._news.wait()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing was due when this was last looked at, and nothing has been asked for
-        since.
-        """
+        """Whether nothing was due at the last look, and nothing was asked for since."""
         return self._settled == self._damage.asked and self._standing == self._standing_now()
 
     def _standing_now(self) -> dict[int, str]:
@@ -578,9 +564,7 @@ class Rebuild:
         }
 
     def left(self, server: int) -> tuple[int, int] | None:
-        """Objects, and bytes of columns, that lie on a server which is to be left; None if that is
-        not known yet.
-        """
+        """Objects, and bytes of columns, on a server to be left; None if unknown yet."""
         left = {} if self._left is None else self._left.servers
         if server not in left or self._standing != self._standing_now():
             return None

@@ -1,10 +1,8 @@
-"""Laying a striped file out anew: on other servers, with another redundancy, or compressed.
+"""Laying a striped file out anew: other servers, redundancy, or compression.
 
-So a plain file gets the protection that its policy asks for (it was written in place, or stored
-while there were too few servers), a file leaves a server though it lies on all there are, and an
-old file moves to another class of servers, or into containers, whose chunks may be compressed. As
-in a drain, the new objects are garbage on record until one transaction has the file consist of
-them, and appended chunks count from then on; a file that changes meanwhile stays as it is.
+So a plain file gets its policy's protection, a file on all servers leaves one, an old file moves to
+another class or into containers. As in a drain, new objects are garbage on record until one
+transaction; appended chunks count from then on; a file that changes meanwhile stays as it is.
 """
 
 from collections.abc import Sequence
@@ -60,8 +58,8 @@ class FileSubject:
 
     @property
     def is_busy(self) -> bool:
-        """Whether programs may change it in place unseen, or read it where it lies now, also by
-        mappings that have come since ``self`` was made."""
+        """Whether programs may change it in place unseen, or read it in place, also by later
+        mappings."""
         file = self.file
         may_be_mapped = file.copy is None and file.kept != 0
         return file.marked or file.on_object or file.on_source or may_be_mapped
@@ -94,10 +92,8 @@ class Relayout:
         self._spare = spare
 
     async def lay_out(self, subject: FileSubject, layout: Striped) -> bool:
-        """Return whether the file has this layout now; not if it was changed meanwhile.
-
-        Raises Unavailable if bytes of it are missing, or are not those that were stored; NoSpace.
-        """
+        """Whether the file has this layout now; not if changed meanwhile. Raises Unavailable if
+        bytes are missing, or not as stored; NoSpace."""
         file, inode = subject.file, subject.file.inode
         if await self._io.table.handles.is_used(file):
             return False  # a mapping would not see what is changed later
@@ -135,12 +131,9 @@ class Compressing:
         self._movers = movers
 
     async def compress(self, subject: FileSubject, slots: Sequence[Striped], level: int) -> bool:
-        """Return whether the file lies in containers with layouts of ``slots`` now; not if it was
-        changed meanwhile. ``level``: of zstd; chunks that it does not make smaller stay as they
-        are.
-
-        Raises Unavailable if bytes of it are missing, or are not those that were stored; NoSpace.
-        """
+        """Whether the file is in containers of ``slots`` now; not if changed meanwhile. ``level``:
+        of zstd; incompressible chunks stay. Raises Unavailable if bytes are missing, or not as
+        stored; NoSpace."""
         inode = subject.file.inode
         if await self._io.table.handles.is_used(subject.file):
             return False  # as above
@@ -163,7 +156,6 @@ class Compressing:
         return done
 
     async def _become(self, subject: FileSubject, source: FileSource, stored: StoredFiles) -> bool:
-        """Have the file consist of what is stored, unless it has been changed."""
         [extents] = stored.lists
         transitions = self._io.transitions
         try:

@@ -1,9 +1,7 @@
-"""Scrub, in the background: all bytes on the data servers are read, verified, and repaired where
-possible.
+"""Scrub, in the background: all bytes on the data servers are read, verified, and repaired.
 
-A *pass* walks all inodes, then all containers, in the order of their numbers. Its cursor is
-recorded now and then, so a restart goes on from about there; doing some of it twice does no harm.
-Passes begin on a schedule, or when somebody asks.
+A *pass* walks all inodes, then all containers, by number. Its cursor is recorded now and then;
+doing some twice does no harm. Passes begin on a schedule, or on request.
 """
 
 import json
@@ -103,9 +101,7 @@ class Scrub:
         self._pass: trio.CancelScope | None = None
         """Of the pass that is under way; None: none is."""
         self._rate_from = (0.0, 0)
-        """When its rate began to be measured, by time.monotonic(), and the bytes that had been read
-        then.
-        """
+        """Start of its rate's measurement (time.monotonic()), and bytes read by then."""
         self._ids = 1
         """How many ids there were when it began: the end of the cursor's way."""
 
@@ -114,8 +110,8 @@ class Scrub:
         return self._findings.state
 
     async def load(self, again: bool = False) -> None:
-        """Go on from the record; ``again``: another host has changed it meanwhile. ``work`` begins
-        with it; until then the state is that of a new store."""
+        """Go on from the record; ``again``: another host has changed it. ``work`` begins with it;
+        the state before is a new store's."""
         if again or not self.loaded:
             asked = self.state
             self._findings.begin(await scrub_state.load(self._engine))
@@ -127,8 +123,8 @@ class Scrub:
     # --- orders ---
 
     def order(self, text: str) -> None:
-        """The hint ``user.aifs.scrub`` is set: ``stop``, or ``start[,no-repair][,bandwidth=SIZE]``.
-        Raises Invalid."""
+        """Obey ``user.aifs.scrub``: ``stop``, or ``start[,no-repair][,bandwidth=SIZE]``. Raises
+        Invalid."""
         verb, *options = text.split(",")
         if verb == "stop" and not options:
             self.stop()
@@ -150,8 +146,8 @@ class Scrub:
         self.start(repair, bandwidth)
 
     def start(self, repair: bool = True, bandwidth: int | None = None) -> None:
-        """Begin a pass; one that is under way goes on with these options. ``bandwidth``: bytes per
-        second, None: as configured."""
+        """Begin a pass, or go on with these options. ``bandwidth``: bytes per second, None:
+        configured."""
         state = self.state
         if state.phase == DONE:
             untold = sorted(self._findings.wrong_objects())[-UNTOLD_MAX:]
@@ -243,13 +239,13 @@ class Scrub:
         faults.reach(_RECORDED)
 
     async def _scrub_all(self, items: list[Item]) -> None:
-        """An item is as of Scrubber, or (inode number, 0) of a file that has nothing but a burst
-        copy to be verified."""
+        """Items are as of Scrubber, or (inode number, 0) of a file with only a burst copy to
+        verify."""
         right = await self._find_right(items)
         await run_each(_AT_ONCE, (item for item in items if item not in right), self._scrub)
 
     async def _find_right(self, items: list[Item]) -> set[Item]:
-        """Those that need no more: nearly all. They count as done."""
+        """Those that need no more, nearly all; they count as done."""
         state = self.state
         right = await self._scrubber.find_right([item for item in items if item[1]])
         right.update(item for item in items if not item[1])
@@ -285,8 +281,7 @@ class Scrub:
         await self._upkeep.share.give_way()
 
     async def _use_copies(self, found: ScrubResult, container: int) -> None:
-        """Files whose bytes are lost, but that have a burst copy that is right, are made whole from
-        that."""
+        """Make files whole from right burst copies, if their bytes are lost."""
         wrong = {lost.ino for lost in found.lost if lost.ino and lost.for_good}
         if not wrong:
             return
@@ -319,7 +314,6 @@ class Scrub:
             scope.cancel()  # it waits for the new limit, if it has to
 
     async def _throttle(self, count: int) -> None:
-        """So many bytes have been read."""
         self.state.counts["read_bytes"] += count
         with trio.CancelScope() as scope:
             self._throttled.add(scope)
@@ -331,7 +325,7 @@ class Scrub:
             await trio.sleep(_REST_S * count / STEP)
 
     def _piece(self) -> int:
-        """How many bytes to look at together: so few that the limit is kept all the time."""
+        """Bytes to look at together: so few that the limit always holds."""
         piece = _BESIDE_WRITERS if self._handles.writers else PIECE
         rate = self._limiter.rate
         return max(min(piece, round(rate * _PIECE_S)), STEP) if rate else piece
@@ -339,10 +333,9 @@ class Scrub:
     # --- figures ---
 
     def status(self, wrong_bytes: int = 48 << 10) -> dict[str, Any]:
-        """Figures for ``aifs status``. ``rate``: bytes per second of this pass; ``next_s``: when
-        the next pass is due, since the epoch. ``share``: of the pass that is done, about. Of
-        ``wrong`` as many as take ``wrong_bytes`` as JSON; ``wrong_ranges`` says how many there are.
-        """
+        """Figures for ``aifs status``. ``rate``: bytes per second of this pass; ``next_s``: the
+        next pass, since the epoch; ``share``: of the pass. ``wrong`` is cut to ``wrong_bytes`` of
+        JSON; ``wrong_ranges`` counts all."""
         state = asdict(self.state)
         counts, wrong = state.pop("counts"), state.pop("wrong")
         del state["untold"], state["untold_before"]
@@ -372,7 +365,7 @@ def _with_copy(lost: Lost) -> Lost:
 
 
 def _first(entries: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-    """As many as fit: an extended attribute holds 64 KiB."""
+    """As many as fit: an extended attribute has 64 KiB."""
     shown = []
     for entry in entries:
         size -= len(json.dumps(entry))
@@ -386,8 +379,7 @@ def _first(entries: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
 
 
 def find_files(tx: ReadTransaction, start: bytes, end: bytes) -> tuple[list[Batch], bytes]:
-    """The files in a slice of inodes that have something to be verified, if there are some, and
-    where the next slice starts."""
+    """Files to verify in a slice of inodes, if any, and where the next slice starts."""
     items: list[Item] = []
     records, following = read_slice(tx, start, end, _SLICE)
     for key, value in records:

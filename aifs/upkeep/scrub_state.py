@@ -1,9 +1,5 @@
-"""The results of a scrub so far: kept in the metadata (key ``j scrub``), so that a restart goes on
-with it.
-
-The record is JSON: the fields of ``ScrubState``. ``wrong`` are the files that are not repaired, at
-most WRONG_MAX of them.
-"""
+"""The results of a scrub, in the metadata (key ``j scrub``), so that a restart goes on: JSON with
+the fields of ``ScrubState``. ``wrong``: at most WRONG_MAX unrepaired files."""
 
 import json
 from collections.abc import Set
@@ -29,9 +25,7 @@ _RECORD_MAX = MAX_VALUE_BYTES // 2
 KEY = keys.job(b"scrub")
 
 FILES, CONTAINERS, PUT_OFF, DONE = "files", "containers", "put off", ""
-"""Phases: in the order of their numbers, all inodes, all containers, then those that had to be put
-off.
-"""
+"""Phases: all inodes by number, all containers, then those put off."""
 
 COUNTS = {
     "objects": "sets of them: files and containers",
@@ -80,8 +74,8 @@ class ScrubState:
 
 
 class Findings:
-    """The state of the pass that is under way, or of the last one. Made before the parts that ask
-    for known damage, and before the scrub, which puts it there."""
+    """The state of the present or last pass; made before the parts that ask, and before the
+    scrub."""
 
     def __init__(self) -> None:
         self.state = ScrubState()
@@ -90,8 +84,7 @@ class Findings:
         self.state = state
 
     def wrong_objects(self) -> Set[int]:
-        """Oids of files that have lost bytes on the data servers, as found by this pass, or the
-        last one."""
+        """Oids of files that have lost bytes on the data servers, by the present or last pass."""
         return {*self.state.untold_before, *self.state.untold}
 
     def restored(self, ino: int) -> None:
@@ -135,8 +128,7 @@ def _put(tx: Transaction, record: bytes) -> None:
 
 
 async def note(engine: Engine, state: ScrubState, lost: list[Lost]) -> None:
-    """Add files that are not repaired, with all their names, and log each once, if they are there
-    still."""
+    """Add unrepaired, existing files, with all their names, and log each once."""
     for item in joined(lost):
         ino, oid, start, end, servers, reason, for_good, _ = item
         names = await names_of(engine, ino) if ino else [f"container {oid}"]
@@ -153,11 +145,8 @@ async def note(engine: Engine, state: ScrubState, lost: list[Lost]) -> None:
 
 
 async def names_of(engine: Engine, ino: int) -> list[str]:
-    """Paths of a file as text (surrogates where it is no UTF-8), several if it has several names;
-    none if it is gone.
-
-    Files with several names are looked for in all directories.
-    """
+    """A file's paths as text (surrogates for no UTF-8), several for several names, sought in all
+    directories; none if it is gone."""
     inode = await engine.view(namespace.find_inode, ino)
     if inode is None or not inode.links:
         return []
@@ -180,8 +169,7 @@ async def names_of(engine: Engine, ino: int) -> list[str]:
 def _find_names(
     tx: ReadTransaction, start: bytes, end: bytes, ino: int
 ) -> tuple[list[tuple[int, bytes]], bytes]:
-    """The names of an inode, as (directory, name), in a slice of all names; and where to go on,
-    b"" at the end."""
+    """(directory, name) of an inode in a slice of all names; and where to go on, b"" at the end."""
     found = []
     records, following = read_slice(tx, start, end)
     for key, value in records:

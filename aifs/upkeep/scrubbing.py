@@ -1,15 +1,11 @@
 """Verifying one file or container of a store in use, and repairing it: the judge of scrubs.
 
-That an object set is right, and nearly all are, is found out elsewhere (inspecting), many small
-ones at a time. Where the answer is no, it is looked at again here.
+Right object sets, nearly all, are found elsewhere (inspecting), many small ones at a time; the rest
+is looked at here. Programs are not held up: a finding counts only if the record is the same
+afterwards, else the object set is looked at again. A file with a dirty mark is put off.
 
-Nothing holds up programs: a finding counts only if the record that the bytes were read for is the
-same afterwards, else the object set is looked at again. A file with a dirty mark, whose bytes may
-change at any time, is put off.
-
-Repair is in place, and only of protected objects: they are written once, so nobody else ever
-changes them in place. The right bytes are written, synced and read back. All else is handed to the
-rebuild.
+Only protected objects, written once, are repaired in place: the right bytes are written, synced and
+read back. The rebuild gets the rest.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -63,8 +59,8 @@ class ObjectRange(NamedTuple):
     start: int
     """The first byte; of a file, where a window begins (Inspection.step)."""
     end: int
-    """The one behind the last; of a file, where another window begins, or the file's end. The last
-    window of a container begins before it, and may end behind it."""
+    """The window behind the last, or a file's end. A container's last window begins before it, and
+    may end behind it."""
     digests: bytes = b""
     """The checksums of a file from ``start`` on, for all its windows; b"": it has none."""
     known: Known = NOTHING
@@ -79,11 +75,10 @@ class Inspected(NamedTuple):
     next: int
     """All before it has been read, and is right but for ``wrong``."""
     wrong: Sequence[int] = ()
-    """Where windows begin that are not right. The first one of a container ends the work, at
-    ``next``, because the following ones depend on it."""
+    """Starts of wrong windows. A container's first ends the work, at ``next``: later ones depend on
+    it."""
     excess: bool = False
-    """Whether an object is longer than it should be; only looked for with the end of a protected
-    file."""
+    """Whether an object is too long; looked for with a protected file's end."""
     known: Known = NOTHING
     """Of a container: as ``ObjectRange.known``, for the window that begins at ``next``."""
 
@@ -199,17 +194,15 @@ def joined(ranges: Iterable[Lost]) -> list[Lost]:
 
 @dataclass(slots=True)
 class ScrubResult:
-    """Results for some object sets. ``flaws``: ranges of objects, or whole ones, that were wrong;
-    of these ``repaired`` in place, ``rebuilding`` handed on. Without leave to repair they stay as
-    they are."""
+    """Results. ``flaws``: wrong ranges of objects, or whole ones; of these ``repaired`` in place,
+    ``rebuilding`` handed on; others, without leave to repair, stay."""
 
     flaws: int = 0
     repaired: int = 0
     rebuilding: int = 0
     lost: list[Lost] = field(default_factory=list)
     wrong: list[tuple[int, int, int]] = field(default_factory=list)
-    """Inode number, oid and column of objects that are left as they are, though the others of their
-    set have the right bytes."""
+    """Inode number, oid and column of objects left wrong, in sets with right bytes elsewhere."""
 
     def add(self, other: "ScrubResult") -> None:
         self.flaws += other.flaws
@@ -224,9 +217,7 @@ class _Changed(Exception):
 
 
 class Scrubber:
-    """Verifies object sets, each by one call; several calls may go on at a time. Used from one trio
-    thread.
-    """
+    """Verifies object sets, one a call, several at a time. Used from one trio thread."""
 
     def __init__(
         self,
@@ -238,10 +229,8 @@ class Scrubber:
         give_way: Callable[[], Awaitable[None]],
         request: Callable[[int, int, Iterable[int]], Awaitable[bool]] | None = None,
     ) -> None:
-        """``throttle`` is awaited with the bytes of each piece that has been read; ``piece``: how
-        many bytes to look at together now; ``give_way``: see LoopShare; ``request``: see Rebuild,
-        needed for repair.
-        """
+        """``throttle`` is awaited with each piece's bytes; ``piece``: bytes to look at together;
+        ``give_way``: see LoopShare; ``request``: see Rebuild, for repair."""
         self.engine = engine
         self.servers = servers
         self.buffers = BudgetedBuffers(servers.budget)
@@ -252,8 +241,8 @@ class Scrubber:
         self.give_way = give_way
 
     async def find_right(self, items: Sequence[Item]) -> set[Item]:
-        """Those of many object sets that need no more: all of their bytes are right, or they are
-        gone. The others, and all large ones, are left to ``scrub``."""
+        """Object sets that need no more: all right, or gone. Others, and large ones, are left to
+        ``scrub``."""
         right, pieces = set[Item](), list[list[ObjectRange]]()
         size, limit = 0, self.piece()
         for first in range(0, len(items), _SEEN_AT_ONCE):
@@ -292,8 +281,7 @@ class Scrubber:
         return answers
 
     def unread(self, seen: "_Seen", objects: SetRecord) -> int:
-        """Mask of the columns that are not to be read: also those on servers that are gone, where
-        the others do without them."""
+        """Mask of columns not to read: also on gone servers, if others suffice."""
         layout = objects.layout
         if not layout.is_protected:
             return seen.unread
@@ -302,12 +290,9 @@ class Scrubber:
         return seen.unread | sum(1 << column for column in gone)
 
     async def scrub(self, ino: int, oid: int, found: ScrubResult, repair: bool) -> bool:
-        """Verify the objects ``oid`` of a file, or a container (``ino`` 0), and add the results to
-        ``found``.
-
-        False if it has to be looked at later: the file is being changed, or a server does not
-        answer. Raises FsError if the metadata cannot be read.
-        """
+        """Verify objects of a file, or a container (``ino`` 0), adding to ``found``. False if it
+        has to wait: the file is being changed, or a server is silent. Raises FsError if the
+        metadata cannot be read."""
         for _ in range(_TRIES):
             seen = await self.engine.view(_see, ino, oid)
             if seen.objects is None:
@@ -342,8 +327,8 @@ def _see(tx: ReadTransaction, ino: int, oid: int) -> _Seen:
 def _see_small(
     tx: ReadTransaction, items: Sequence[Item], limit: int
 ) -> list[tuple[_Seen, bytes] | None]:
-    """The same of each, with all its checksums; None if it is larger than ``limit``, may change any
-    time, or has a damaged record."""
+    """Each with all its checksums; None if larger than ``limit``, changing, or of a damaged
+    record."""
     found: list[tuple[_Seen, bytes] | None] = []
     for ino, oid in items:
         try:
@@ -407,7 +392,6 @@ class _Scrub:
             self.found.lost.append(lost)
 
     async def _range(self, at: int, known: Known) -> ObjectRange:
-        """The next range: from ``at`` on."""
         step = self._inspection.step
         length = max(self._scrubber.piece() // step, 1) * step
         end = min(at + length, self._size)
@@ -418,7 +402,6 @@ class _Scrub:
         return ObjectRange(self._objects, self._unread, at, end, digests, known)
 
     async def _digests(self, start: int, end: int) -> bytes:
-        """The checksums of a file from ``start`` to ``end``."""
         digests, first, last = b"", start // HASHED, -(-end // HASHED)
         for number in range(first - first % DIGESTS_AT_ONCE, last, DIGESTS_AT_ONCE):
             digests += (await self._engine.view(forms.get_checksums, self._oid, number))[1]
@@ -426,7 +409,6 @@ class _Scrub:
         return digests[skipped : skipped + (last - first) * DIGEST_BYTES]
 
     async def _judge(self, at: int) -> int:
-        """Deal with the window from ``at`` on; returns where the next one begins."""
         known = self._inspection.known
         verdict = await self._verdict(at)
         if not verdict.is_right:  # only a window that is wrong twice is wrong
@@ -442,8 +424,7 @@ class _Scrub:
         return at
 
     async def _verdict(self, at: int) -> Verdict:
-        """On the window from ``at`` on. Raises _Changed if it finds fault with an object set that
-        has changed meanwhile."""
+        """On the window from ``at`` on. Raises _Changed for faults in a changed object set."""
         number = at // HASHED
         first, digests = await self._engine.view(forms.get_checksums, self._oid, number)
         verdict = await self._inspection.judge(at, await self._check(number, first, digests))
@@ -466,9 +447,7 @@ class _Scrub:
         return FileCheck(self._size, first, digests)
 
     async def _confirm(self, number: int = 0, digests: bytes | None = None) -> None:
-        """Raises _Changed unless all is as it was when it was read, also the ``digests`` of MiB
-        ``number``.
-        """
+        """Raises _Changed unless all is as when read, also the ``digests`` of MiB ``number``."""
         seen = await self._engine.view(_see, self._ino, self._oid)
         now = seen.objects
         if now is None or seen.is_changing or seen.unread != self._seen.unread:
@@ -500,8 +479,7 @@ class _Scrub:
                 self._to_rebuild.add(flaw.column)
 
     async def _require_answers(self, column: int) -> None:
-        """A server that does not answer says nothing about its objects, unless it is lost. Raises
-        _Changed."""
+        """Raises _Changed for a silent server, which tells nothing of its objects, unless lost."""
         server = self._scrubber.servers.find(self._layout.servers[column])
         if server is None or server.standing == LOST:
             return
@@ -511,11 +489,10 @@ class _Scrub:
             raise _Changed from None
 
     async def _patch(self, flaw: Flaw) -> bool:
-        """Repair wrong bytes in place; whether they are right now, durably. All hosts have heard of
-        it then, or are about to.
+        """Repair wrong bytes in place; whether they are right now, durably; hosts hear of it.
 
-        The object was open for this already when it was read. So if it has been deleted meanwhile
-        it is not made again. Raises FsError if the metadata cannot be changed.
+        The object was open when read, so a deleted one is not made again. Raises FsError if the
+        metadata cannot be changed.
         """
         columns, column = self._inspection.columns, flaw.column
         if flaw.kind is not LONG and flaw.right is None:
@@ -557,7 +534,7 @@ class _Scrub:
     # --- losses ---
 
     async def _note_loss(self, loss: Loss, could_be_read: bool) -> int:
-        """Returns where to go on, if nobody knew where the loss ends."""
+        """Returns where to go on, if the loss's end was unknown."""
         for column in loss.columns:
             await self._require_answers(column)
         reason = "the bytes do not have their checksum, and there is no other copy of them"
@@ -580,7 +557,6 @@ class _Scrub:
         return self._users
 
     async def _lose(self, lost: Lost) -> None:
-        """Note a range of the object set as lost, by the files that have it."""
         if self._ino:
             users = await self._engine.view(shared.users, self._oid)
             for ino in users or [self._ino]:

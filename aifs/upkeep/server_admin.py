@@ -1,12 +1,11 @@
 """Adding, draining, replacing and removing servers while the store is in use.
 
-The orders return at once, when they are on record; the work goes on in the background, over
-restarts: ``rebuild`` moves columns off data servers, this part empties burst directories. A removal
-looks through the whole store first, so its outcome is shown by ``describe``.
+Orders return once on record; work goes on in the background, over restarts: ``rebuild`` moves
+columns off data servers, this part empties burst directories. A removal first looks through the
+store; ``describe`` shows its outcome.
 
-Nothing is given up that could be had: a server that is replaced is drained if it is there, and one
-that is not counts as lost only if no unprotected bytes can lie there, or after somebody has said
-that these may be lost.
+Nothing available is given up: a replaced server that is there is drained; an absent one counts as
+lost only if it holds no unprotected bytes, or a user says that these may be lost.
 """
 
 from collections.abc import Callable
@@ -39,8 +38,7 @@ from aifs.upkeep.rebuild import Rebuild
 _log = logger(__name__)
 
 WATCHERS = 1 << 10
-"""How many looks at the data servers may be under way: each waits for servers that hang, and no two
-for the same one."""
+"""Concurrent looks at data servers: each waits for hung ones, no two for the same."""
 
 _PAUSE_S = 1.0
 _REACH_S = 5.0
@@ -48,9 +46,7 @@ _FAILED_SHOWN = 10
 
 
 class Removal(NamedTuple):
-    """Of a removal: why it is refused ('' if it is done), and whether the reason goes away by
-    itself.
-    """
+    """Why a removal is refused ('' if done), and whether the reason passes."""
 
     reason: str = ""
     passing: bool = False
@@ -95,8 +91,8 @@ class ServerAdmin:
         return await self._told(self._add(path, role, domain, storage_class))
 
     async def drain(self, server_id: int, undo: bool = False) -> None:
-        """No new objects go there, and its objects move to others; ``undo``: it is used again.
-        Raises Invalid."""
+        """Drain a server: no new objects, and its objects move; ``undo``: use it again. Raises
+        Invalid."""
         await self._told(self._set_draining(server_id, undo))
 
     async def replace(self, server_id: int, path: str) -> int:
@@ -104,16 +100,13 @@ class ServerAdmin:
         return await self._told(self._replace(server_id, path))
 
     async def remove(self, server_id: int, lost: bool = False, lose_files: bool = False) -> None:
-        """Take a server out of the store, if nothing lies there; the outcome is shown by
-        ``describe``. Raises Invalid, Busy.
-
-        ``lost``: it is gone for good: protected files are rebuilt from others. Refused where files
-        would be lost by that, unless ``lose_files``.
-        """
+        """Take an empty server out of the store; ``describe`` shows the outcome. Raises Invalid,
+        Busy. ``lost``: it is gone for good, protected files are rebuilt. Refused if files would be
+        lost, unless ``lose_files``."""
         await self._told(self._ask_to_remove(server_id, lost, lose_files))
 
     async def _told(self, order: Any) -> Any:
-        """A refusal is kept for ``describe``, since an errno is all that a program gets."""
+        """Keep refusals for ``describe``: a program gets only an errno."""
         self._refused = ""
         try:
             return await order
@@ -162,9 +155,7 @@ class ServerAdmin:
         return new
 
     async def _is_there(self, server: DataServer) -> bool:
-        """Whether it can be reached now. One that does not say within some seconds is there, if
-        slow.
-        """
+        """Whether it can be reached now; a slow answer counts as yes."""
         with trio.move_on_after(0 if server.absent else _REACH_S):
             try:
                 await gather([(server.workers, server.reach, ())], abandonable=True)
@@ -173,11 +164,9 @@ class ServerAdmin:
         return not server.absent
 
     async def _answers(self, server: DataServer) -> bool:
-        """Whether it can be reached now, and works."""
         return not server.hangs and await self._is_there(server) and server.state in ("ok", "back")
 
     async def _is_dispensable(self, server_id: int) -> bool:
-        """Whether no file would be lost with a server."""
         if server_id not in await self._engine.view(records.find_unprotected):
             return True
         # The mark outlives the last such file.
@@ -216,8 +205,7 @@ class ServerAdmin:
     # --- in the background ---
 
     async def watch(self) -> float:
-        """Look at the data servers. One that hangs is not waited for: others are looked at again
-        meanwhile."""
+        """Look at the data servers, hung ones apart from others."""
         again_s = self._servers.watch_again_s(is_busy=not self._io.inodes.is_resting)
         self._upkeep.at(Work.WATCH_SERVERS, trio.current_time() + again_s)
         await self._servers.watch()
@@ -227,8 +215,7 @@ class ServerAdmin:
         return self._servers.watch_again_s(is_busy=not self._io.inodes.is_resting)
 
     async def work(self) -> float:
-        """Carry out removals, and empty burst directories; in how many seconds to look again at
-        these."""
+        """Carry out removals, and empty burst directories; returns seconds to the next look."""
         while self._removals:
             server_id, asked = next(iter(self._removals.items()))
             outcome = await self._remove(server_id, *asked)
@@ -239,8 +226,8 @@ class ServerAdmin:
         return _PAUSE_S if await self._empty_burst() else NEVER_S
 
     async def clean_up(self) -> None:
-        """Delete now all objects that wait to be deleted on servers: until then they are on record.
-        Raises NoSpace or Unavailable if the metadata store cannot be changed."""
+        """Delete objects that wait for it, which are on record until then. Raises NoSpace or
+        Unavailable if the metadata cannot be changed."""
         await self._collector.drain(urgent=True)
         await self._rebuild.strays.sweep(urgent=True)
 
@@ -315,8 +302,7 @@ class ServerAdmin:
         self._rebuild.look()
 
     async def _empty_burst(self) -> bool:
-        """Drain and evict the files on burst directories that are to be left; whether that will
-        take longer."""
+        """Drain and evict files on burst directories to be left; whether that takes longer."""
         for device in self._servers.burst():
             if device.standing == DRAINING and not device.absent and not self._servers.read_only:
                 copies = await find_copies(self._engine, device.id)
@@ -331,9 +317,9 @@ class ServerAdmin:
     # --- figures ---
 
     async def describe(self) -> dict[str, Any]:
-        """For ``aifs server``: the servers, what is left on those to be left (null: not known yet),
-        how fast it moves, what cannot be moved; the outcomes of removals (null while they run); why
-        the last order was refused."""
+        """For ``aifs server``: servers, what is left on those to be left (null: unknown yet),
+        speed, immovable objects; outcomes of removals (null while they run); why the last order was
+        refused."""
         status = self._rebuild.status()
         outcomes = self._outcomes | dict.fromkeys(self._removals)
         return {
@@ -394,9 +380,7 @@ def _count(number: int, noun: str) -> str:
 
 
 async def count_uses(engine: Engine, servers: Servers, server: int) -> tuple[Uses, int]:
-    """What has columns on a data server, and how many files could not be read if it and all lost
-    ones were gone.
-    """
+    """Columns on a data server, and how many files need it, given all lost ones."""
     gone = frozenset(
         {server, *(other.id for other in servers.capacity() if other.standing == LOST)}
     )

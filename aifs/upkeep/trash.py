@@ -1,14 +1,10 @@
-"""The trash in the background: its entries go for good when their time has come, or earlier where
-the store has no room.
+"""The trash in the background: entries go for good in time, or earlier for room (meta/trash.py).
 
-How names get there, and their records: meta/trash.py. An entry that goes becomes an orphan, or a
-doomed tree, in one transaction; from there on it is removed like others.
-
-Room. While less than SPARE of a data server is free, or the metadata are short of space, the trash
-*gives way*: entries that would go first go now. They are deleted before the room is looked at
-again, so the trash never gives much more than is needed. If that has made no room, because
-something else fills the servers or the deleted bytes are not free yet, it gives nothing more until
-the figures change; and the last figures of a server that does not answer count for nothing.
+An entry that goes becomes an orphan, or a doomed tree, in one transaction, and is removed like
+others. While less than SPARE of a data server is free, or the metadata are short of space, the
+trash *gives way*: first entries go now. They are deleted before the next look, so it never gives
+much more than needed. If that made no room (others fill the servers, or bytes are not free yet), it
+stops until the figures change; last figures of silent servers do not count.
 """
 
 import math
@@ -83,8 +79,7 @@ class Trash:
         """Bytes that were lacking as before when some had been emptied."""
 
     async def status(self) -> dict[str, Any]:
-        """Figures for ``aifs status``: how much is in the trash, and how much has gone before its
-        time since the mount."""
+        """Figures for ``aifs status``: the trash, and what went early since the mount."""
         entries, size = await self._engine.view(_count)
         return {
             "entries": entries,
@@ -116,7 +111,6 @@ class Trash:
         await self.empty(due)
 
     def _turns(self) -> Walk:
-        """The entries in the order in which they go, with their inodes."""
         share = self._upkeep.share
         return Walk(self._engine, b"U", restoring.read_turns, AT_ONCE, share=share)
 
@@ -137,9 +131,8 @@ class Trash:
             self._doomed.kept.pop(ino, None)
 
     async def give_way(self) -> None:
-        """Empty entries as long as there is no room, and that makes some: if the figures stay as
-        they are, it is not the trash that takes the room, or it is not free yet; unless a writer or
-        a drain has found none since, which may have taken what became free."""
+        """Empty entries while room is short and that makes some: unchanged figures mean that others
+        take it, or it is not free yet; unless a writer or drain found none since."""
         is_refused, lacking = self._servers.is_refused_room, await self._lacking()
         while lacking and (is_refused or lacking != self._in_vain):
             some = await self._first(lacking)
@@ -165,8 +158,8 @@ class Trash:
             self._in_vain = lacking if is_in_vain else 0
 
     async def _lacking(self) -> int:
-        """How many bytes less than SPARE are free, on all data servers; 0: there is room. Where
-        somebody has found none all the same, for a large file, so much more is to become free."""
+        """Bytes missing to SPARE free on all data servers; 0: there is room. Where a large file
+        found none, as much more."""
         refused, self._servers.is_refused_room = self._servers.is_refused_room, False
         # Of one that does not answer it is not known how full it is.
         all_of = self._servers.capacity()
@@ -192,9 +185,8 @@ class Trash:
         return chosen
 
     async def empty(self, entries: Sequence[Entry]) -> int:
-        """Have these go for good; the bytes that come back soon. Files that programs have open stay
-        until they are closed. Raises NoSpace or Unavailable if the metadata store cannot be
-        changed."""
+        """Delete these for good; returns the bytes that come back soon. Open files stay until
+        closed. Raises NoSpace or Unavailable if the metadata cannot be changed."""
         size = 0
         for first in range(0, len(entries), AT_ONCE):
             some = entries[first : first + AT_ONCE]
@@ -214,8 +206,7 @@ def _count(tx: ReadTransaction) -> tuple[int, int]:
 
 
 async def tree_size(engine: Engine, top: int) -> int:
-    """The sizes of all files below, of one with several names for each of them. Others run between
-    slices."""
+    """The sizes of all files below, for each of their names. Other tasks run between slices."""
     total, directories = 0, [top]
     while directories:
         directory, cookie = directories.pop(), 0

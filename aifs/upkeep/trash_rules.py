@@ -1,5 +1,5 @@
-"""For how long directories keep names that are removed below them (``user.aifs.trash``), as every
-host knows it: a removal costs nothing where there is no trash."""
+"""How long directories keep removed names (``user.aifs.trash``), known to every host: removals cost
+nothing without trash."""
 
 from aifs.core.errors import Invalid
 from aifs.core.units import format_duration, parse_duration
@@ -33,8 +33,8 @@ class TrashRules:
             await self._put(ROOT_INO, self._at_root_ns)
 
     async def set(self, ino: int, text: str) -> None:
-        """Set the rule of a directory, '' to remove it: it holds for removals from now on. Raises
-        Invalid, NotFound, NotADirectory."""
+        """Set the rule of a directory, '' to remove it, for later removals. Raises Invalid,
+        NotFound, NotADirectory."""
         try:
             period_ns = _parse(text) if text else None
         except ValueError as error:
@@ -80,8 +80,7 @@ class TrashRules:
         return any(self._periods_ns.values())
 
     def remover(self, caller: CallerLike | None) -> Remover | None:
-        """The remover of ``caller``'s names; None where removed names are gone at once, as for the
-        store's own removals."""
+        """The remover of ``caller``'s names; None if they go at once, like the store's own."""
         return Remover(self._periods_ns, caller.uid) if self._periods_ns and caller else None
 
 

@@ -1,5 +1,4 @@
-"""The filesystem without FUSE: POSIX semantics, open files, durability, recovery. Imports meta,
-data, layout, core.
+"""The filesystem without FUSE: POSIX semantics, open files, durability, recovery.
 
 ``open_filesystem`` gives a ``Filesystem``; ``store.format_store`` makes the store that it opens.
 """

@@ -22,10 +22,8 @@ CAPABILITIES = b"security.capability"
 
 
 class AclChange(NamedTuple):
-    """An ACL by the name of its attribute, and its new value, empty to remove it.
-
-    ``kill_setgid``: the caller could not set that bit, so it must not go on with new permissions.
-    """
+    """An ACL by the name of its attribute, and its new value, empty to remove it. ``kill_setgid``:
+    the caller could not set that bit, so it must not remain."""
 
     name: bytes
     value: bytes
@@ -33,9 +31,8 @@ class AclChange(NamedTuple):
 
 
 def apply_changes(inode: Inode, changes: SetAttr) -> None:
-    """All of ``changes`` but the size. A change of owner takes privileges away, as Linux does for
-    everybody.
-    """
+    """Apply all ``changes`` except the size. As on Linux, a change of owner takes privileges
+    away."""
     inode.require_unguarded()
     if changes.mode is not None:
         inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(changes.mode)

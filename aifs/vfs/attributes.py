@@ -1,5 +1,4 @@
-"""The attributes of inodes: what stat(2) tells and setattr(2) changes, chattr's flags, and
-what statfs(2) tells of the whole."""
+"""The attributes of inodes: stat(2), setattr(2), chattr's flags, statfs(2)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -74,8 +73,7 @@ class Attributes:
         self, ino: int, changes: SetAttr, caller: CallerLike, handle: int | None = None
     ) -> Inode:
         """Change attributes; ``size`` truncates or extends. The kernel checks rights. Raises
-        ReadOnly for what is virtual.
-        """
+        ReadOnly for virtual files."""
         require_on_record(ino)
         if changes.size is not None:
             (await self.getattr(ino)).require_unguarded()
@@ -91,8 +89,7 @@ class Attributes:
 
     async def set_flags(self, ino: int, flags: int, project: int) -> None:
         """chattr(1): ``flags`` as in records.py. The kernel checks rights. Raises NotSupported,
-        ReadOnly for what is virtual.
-        """
+        ReadOnly."""
         require_on_record(ino)
         if flags & (IMMUTABLE | APPEND_ONLY):
             await self._engine.transact(Transaction.add, keys.COUNTER_GUARDED, 1)
@@ -106,20 +103,16 @@ class Attributes:
         argument: Any,
         mtime_ns: int | None = None,
     ) -> Inode:
-        """Apply ``change(inode, argument)``, which may raise and must be repeatable, and record the
-        result. ``mtime_ns``: that it sets, if it does.
-        """
+        """Apply and record a repeatable ``change(inode, argument)``, which may raise. ``mtime_ns``:
+        the mtime that it sets."""
         inode = await self._io.inodes.change(ino, change, argument, mtime_ns)
         self._heirlooms.changed(ino)
         return inode
 
     async def statfs(self, ino: int = keys.ROOT_INO) -> StatFs:
-        """Space of the data servers, each device counted once; inodes are limited by space alone.
-        Of what lies in a quota, what the tightest one says instead, as XFS does.
-
-        Servers are not waited for: it is what was seen last, at most 10 s ago, and a second if
-        somebody has asked just before.
-        """
+        """Space of the data servers, each device once; inodes are limited by space alone. Below a
+        quota, the tightest one counts, as with XFS. As last seen: at most 10 s ago, 1 s if asked
+        lately."""
         if self._servers.look_soon():
             self._upkeep.wake(Work.WATCH_SERVERS)
         space = self._servers.statfs()

@@ -1,8 +1,7 @@
 """Hints of the burst tier: where the bytes of a file or a tree are, and to drain, stage, evict.
 
-Setting a hint returns at once, because the kernel holds the inode's lock meanwhile: no program
-could write to the file, or look up a name in the directory. ``state`` and ``drain`` report how far
-it is, and the call ``drain`` waits.
+Setting a hint returns at once, because the kernel holds the inode's lock meanwhile. ``state`` and
+``drain`` report progress, and the call ``drain`` waits.
 """
 
 import math
@@ -34,9 +33,9 @@ from aifs.upkeep.evict import Evictor
 from aifs.vfs.attributes import Attributes
 
 STATES = ("dirty", "draining", "clean", "cached")
-"""Of a file: its newest bytes are in the burst tier alone; and are being drained; they are on the
-capacity tier; and no data server is needed to read them, but for the end of a container to which
-more may be appended. A directory has the first of these that a file below it has."""
+"""Of a file: its newest bytes are in the burst tier alone; they are being drained; the data servers
+have them; they need no data server (except the end of a container still appended to). A directory
+has the first of these among its files."""
 
 _STAYS = {
     "dirty": "its newest bytes are in the burst tier alone; drain it first",
@@ -54,9 +53,8 @@ _ENTRIES = 64  # looked at in one go: about 0.3 ms
 
 
 class Place(NamedTuple):
-    """An inode as it is in core, its directory cookie, since when it is undrained (0: it is
-    drained), and what of it is in blocks here.
-    """
+    """An inode as in core, its directory cookie, since when it is undrained (0: it is drained), and
+    its bytes in blocks here."""
 
     inode: Inode
     cookie: int
@@ -100,10 +98,9 @@ class BurstHints:
 
     async def state(self, ino: int) -> dict[str, Any]:
         """``state``, ``since_s`` (epoch: undrained since; null), ``bytes`` and ``files`` by state,
-        and ``block_bytes``: how many of them are in blocks here; for a file also whether it has a
-        burst copy, needs neither data servers nor blocks (``local``), is open, pinned, being
-        staged, and whether eviction found the copy needed (see Evictor). Files with several names
-        below a directory count once."""
+        and ``block_bytes`` in blocks here; for a file also whether it has a burst copy, needs
+        neither data servers nor blocks (``local``), is open, pinned, being staged, or needed (see
+        Evictor). Files with several names below a directory count once."""
         inode = await self._attributes.getattr(ino)
         files, sizes, since_ns, block_bytes = Counter[str](), Counter[str](), 0, 0
         async for place in self._files_below(inode, self._tier.blocks):
@@ -131,10 +128,9 @@ class BurstHints:
         return answer
 
     async def sharing(self, ino: int) -> dict[str, int]:
-        """How many bytes of a file, or of all files below a directory, nobody else has:
-        ``unique_bytes`` would come back if it were removed, ``shared_bytes`` would not, because
-        clones elsewhere have them. Bytes that several files of a tree share count once. Of a
-        directory also ``files``, and their ``bytes`` as ls(1) adds them up."""
+        """Bytes of a file, or of files below a directory, by sharing: removal would free
+        ``unique_bytes``, not ``shared_bytes``, which clones elsewhere have. Bytes shared within a
+        tree count once. Of a directory also ``files``, and ``bytes`` as ls(1) adds them up."""
         inode = await self._attributes.getattr(ino)
         files = size = unique = common = 0
         elsewhere: dict[int, int] = {}  # oid -> how many of its users we have not met
@@ -155,8 +151,8 @@ class BurstHints:
         return {"files": files, "bytes": size} | told if inode.is_dir else told
 
     async def _files_below(self, top: Inode, blocks: Blocks) -> AsyncIterator[Place]:
-        """The regular files of a tree, or the one file, with what they have in these blocks. Others
-        run between slices of it."""
+        """The regular files of a tree, or the file, with their bytes in these blocks. Other tasks
+        run between slices."""
         if top.is_file:
             yield self._current(await self._engine.view(_place, top, 0, blocks))
             return
@@ -182,12 +178,11 @@ class BurstHints:
     # --- drain ---
 
     async def progress(self, ino: int, caller: CallerLike) -> dict[str, Any]:
-        """Count the undrained files of ``ino`` or below: files, bytes, files open for writing
-        (their drain has to wait), and since when the oldest is (epoch, ns; null): a request need
-        not wait for younger ones. ``error``: why draining has to wait, anywhere in the store,
-        at present. ``hosts``: which other hosts have how many of these bytes. ``again_files``: how
-        many wait because they were drained not long ago, and have changed since; the first of them
-        is drained in ``again_in_s`` (null)."""
+        """Undrained files of ``ino`` or below: files, bytes, files open for writing (their drain
+        waits), and the oldest one's time (epoch, ns; null): requests need not wait for younger
+        ones. ``error``: why draining has to wait anywhere. ``hosts``: bytes by other hosts.
+        ``again_files``: drained lately and changed since; the first is drained in ``again_in_s``
+        (null)."""
         undrained = await self._drain.undrained_below(await self._attributes.getattr(ino))
         due_in = self._drain.due_in()
         again = [due_in[file.ino] for file in undrained if file.ino in due_in]
@@ -211,11 +206,8 @@ class BurstHints:
         await self._drain.request_below(await self._attributes.getattr(ino))
 
     async def wait_drained(self, ino: int, timeout_s: float | None = None) -> None:
-        """Wait until the files of ``ino`` or below that are undrained now are on the capacity tier,
-        or gone. Raises TimedOut.
-
-        Ending the wait, by time-out or cancellation, does not end the drain.
-        """
+        """Wait until the undrained files of ``ino`` or below are on the capacity tier, or gone.
+        Raises TimedOut. Ending the wait does not end the drain."""
         with trio.move_on_after(math.inf if timeout_s is None else timeout_s) as scope:
             await self._drain.wait_below(await self._attributes.getattr(ino), strict=False)
         if scope.cancelled_caught:
@@ -232,21 +224,19 @@ class BurstHints:
             self._stager.request(inode)
 
     async def evict(self, ino: int) -> None:
-        """Give up the clean copy of a file, on whichever host it is. Raises Invalid; Busy if it is
-        dirty, pinned, open or needed; Unavailable if its host cannot be asked.
-        """
+        """Give up a file's clean copy on any host. Raises Invalid; Busy if dirty, pinned, open or
+        needed; Unavailable if its host cannot be asked."""
         inode = await self._file(ino)
         home = 0 if inode.in_burst or inode.copy is None else self._homes.of(inode.copy.server)
         await (self._homes.evict(home, ino) if home else self._evict(inode))
 
     async def _serve_evict(self, asker: Peer, ino: Any, body: Body) -> Answer:
-        """A file has no clean copy here, which is on record there. Raises Busy as ``evict``."""
+        """Give up the clean copy here, and on record there. Raises Busy as ``evict``."""
         await self._evict(await self._file(ino))
         await self._engine.shown()
         return Answer()
 
     async def _evict(self, inode: Inode) -> None:
-        """As ``evict``, of the copy that is here."""
         if reason := (await self._drop([inode])).get(inode.ino):
             raise Busy(_STAYS[reason])
 
@@ -295,8 +285,8 @@ class BurstHints:
         return {"files": gone, "bytes": sizes, "kept": kept}
 
     async def _drop(self, inodes: Iterable[Inode]) -> dict[int, str]:
-        """Give up the clean copies and the blocks that files have here; a key of _STAYS for those
-        that keep theirs, by inode number."""
+        """Give up files' clean copies and blocks here; returns a key of _STAYS, by inode number,
+        for those that keep theirs."""
         stays, copies = dict[int, str](), dict[int, int]()
         for inode in inodes:
             if inode.in_burst:
@@ -398,7 +388,7 @@ def _place(tx: ReadTransaction, inode: Inode, cookie: int, blocks: Blocks) -> Pl
 
 
 def _bytes_here(place: Place) -> int:
-    """How many bytes of a clean file go if the burst tier gives it up."""
+    """Bytes of a clean file that go if the burst tier gives it up."""
     inode = place.inode
     own = place.in_blocks.here if inode.objects is not None else 0
     return own + (inode.size if inode.copy is not None else 0)

@@ -1,9 +1,7 @@
-"""Clones of files and trees: the call ``clone`` of the ioctl. How records are copied, and
-bytes shared, is meta/clones.py's business.
+"""Clones of files and trees: the call ``clone`` of the ioctl (records and sharing: meta/clones.py).
 
-The bytes of a file are as of one moment, which lies between the call and its return; those of the
-files of a tree are not of the same one, unless nobody changes them meanwhile. What is undrained is
-drained first. What somebody has open for writing is copied, as a reader would see it.
+A file's bytes are as of one moment between call and return; files of a tree have different moments.
+Undrained files are drained first; files open for writing are copied as a reader sees them.
 """
 
 from collections.abc import Callable
@@ -76,17 +74,13 @@ class Clones:
         caller: CallerLike,
         is_snapshot: bool = False,
     ) -> None:
-        """Make ``new_name`` in the directory ``parent`` a clone of ``name`` in ``directory``, which
-        may be ``.``, with all that lies below. It appears when all of it is there, and is durable
-        on return.
+        """Make ``new_name`` in ``parent`` a clone of ``name`` (or ``.``) in ``directory``, with all
+        below. It appears when complete, and is durable on return.
 
-        A snapshot, which is of a directory, is read-only. Directories called ``.snapshots`` are
-        left out.
-
-        Its bytes are those of the original, without being copied, until one of both is changed. A
-        caller may do so that may read all of it, and make names in ``parent``. Root's clones have
-        the owners of their originals. Raises AccessDenied, NotFound, NotADirectory, Exists,
-        Invalid, NameTooLong, ReadOnly, NoSpace, Unavailable; Busy for a single file that is open
+        A snapshot, of a directory, is read-only; ``.snapshots`` are left out. Bytes are shared
+        until one of both changes. Callers must be able to read all of it, and to make names in
+        ``parent``. Root's clones keep the owners. Raises AccessDenied, NotFound, NotADirectory,
+        Exists, Invalid, NameTooLong, ReadOnly, NoSpace, Unavailable; Busy for a single file open
         for writing.
         """
         self._options.require_writable()
@@ -185,13 +179,12 @@ class Clones:
             raise
 
     async def _give_up(self, top: int) -> None:
-        """Unless the tree has its name, it is removed as others are."""
+        """Remove the tree, as others, unless it has its name."""
         await self._engine.transact(dooming.put_abandoned, [top])
         self._doomed.follow(top, await self._engine.view(dooming.find_doomed, top))
 
     async def _fill(self, source: int, top: int, terms: Terms) -> int:
-        """Clone all that lies below ``source`` into ``top``; how many subdirectories that one
-        has."""
+        """Clone all below ``source`` into ``top``; returns the number of its subdirectories."""
         subdirectories, left, linked = 0, list[Unshared](), dict[int, int]()
         pending = [(source, top)]
         while pending:
@@ -238,7 +231,7 @@ class Clones:
     async def _share(
         self, file: OpenInode, function: Callable[..., Inode | None], *args: Any
     ) -> Inode | None:
-        """Clone a file that may be open; None if its bytes cannot be shared now."""
+        """Clone a file, open or not; None if its bytes cannot be shared now."""
         if file.home and await self._io.by_home.take_from_home(file):
             return None  # programs of that host use it
         if file.marked and not file.inode.in_burst and not file.may_be_written:
@@ -251,8 +244,8 @@ class Clones:
             return await self._io.transitions.share(file, function, *args)
 
     async def _drained(self, inos: list[int]) -> None:
-        """Those of these files that nobody has open for writing are drained on return; other hosts
-        have begun with theirs. Raises what a drain fails with."""
+        """Drain those of these files that are not open for writing; other hosts begin with theirs.
+        Raises errors of a drain."""
         found = (self._io.table.open.get(ino) for ino in inos)
         written = {file.inode.ino for file in found if file is not None and file.may_be_written}
         waiting = [ino for ino in inos if ino not in written]
@@ -263,7 +256,7 @@ class Clones:
                 await self._drain.wait([ino], strict=True)
 
     async def _copy(self, source: OpenInode, ino: int) -> None:
-        """Copy what a reader sees into the clone ``ino``, which is empty."""
+        """Copy what a reader sees into the empty clone ``ino``."""
         async with self._files.changing(ino) as target:
             done = 0
             while copied := await ranges.copy(
@@ -287,8 +280,7 @@ def _find(
     new_name: bytes,
     caller: CallerLike,
 ) -> tuple[Inode, Inode]:
-    """What is to be cloned, and the directory of the new name. That is asked again in the end; here
-    it is refused first."""
+    """The source, and the new name's directory: an early check, repeated in the end."""
     permissions.require_may(namespace.get_directory(tx, directory), caller, permissions.SEARCH)
     source, target = namespace.lookup(tx, directory, name), namespace.get_directory(tx, parent)
     permissions.require_reach(tx, target, caller)

@@ -45,7 +45,7 @@ class Cluster:
         return Answer(self._undrained())
 
     def _undrained(self) -> dict[str, int]:
-        """What is in this host's burst tier alone, and what it keeps for others."""
+        """Bytes in this host's burst tier alone, and bytes kept for others."""
         state, mirrored = self._drain(), self._tier.mirror_bytes
         return {"files": state["files"], "bytes": state["bytes"], "mirrored": mirrored}
 
@@ -65,8 +65,8 @@ class Cluster:
         }
 
     async def tell(self) -> dict[str, Any]:
-        """All hosts, as the database and they themselves say. Raises NotSupported where the store
-        has one; Unavailable."""
+        """All hosts, by the database and themselves. Raises NotSupported with one host;
+        Unavailable."""
         hosts = self._require()
         await hosts.look()
         head = max(one.cursor for one in hosts.members)

@@ -1,6 +1,4 @@
-"""An open store as a POSIX filesystem: the parts that it is made of, and its table of
-operations.
-"""
+"""An open store as a POSIX filesystem: its parts, and its table of operations."""
 
 from functools import partial
 
@@ -83,16 +81,14 @@ class Filesystem:
     """An open store as a POSIX filesystem. Made by ``open_filesystem``; used from one trio thread.
 
     It decides nothing. Its constructor makes the parts, from the lowest to the highest: each is
-    given those that it uses, all of which stand above it here, and nothing is added to a part
-    afterwards. What has to go up goes by way of three small objects that are made first: ``upkeep``
-    takes word of work for others, ``damage`` of what is to be made whole, and ``findings`` of what
-    a scrub has found, which decides, by ``needs``, which burst copies stay.
+    given those that it uses, and nothing is added afterwards. Word goes up by three small objects
+    made first: ``upkeep`` hears of work for others, ``damage`` of bytes to make whole, ``findings``
+    of a scrub's results, which decide, by ``needs``, which burst copies stay.
 
-    The operations are methods of the parts, under the names that the kernel has for them. They
-    raise FsError subclasses. A change has happened when its operation returns: everybody sees it,
-    it survives the daemon's death, and a power cut within the commit interval or after the next
-    fsync, fsyncdir or sync. A rename is durable when it returns, with all that lies below the new
-    name.
+    The operations are methods of the parts, by the kernel's names. They raise FsError subclasses.
+    On return a change is visible to all and survives the daemon's death, and a power cut after the
+    commit interval or the next fsync, fsyncdir or sync. A rename is durable on return, with all
+    below the new name.
     """
 
     def __init__(
@@ -200,7 +196,6 @@ class Filesystem:
         self._set_operations()
 
     def _make_keepers(self) -> None:
-        """What looks after the store."""
         services, io, drain, tier = self.services, self.io, self.drain, self.tier
         config, engine, servers = services.config, services.engine, services.servers
         containers, handles = self.containers, self.handles
@@ -232,7 +227,6 @@ class Filesystem:
         )
 
     def _serve_hosts(self) -> None:
-        """What is done here for other hosts, and the locks that they share."""
         services, tier, io, drain = self.services, self.tier, self.io, self.drain
         self.home = Home(services, tier, io, self.writeback, drain, self.files.give_up)
         """What is done here for other hosts."""
@@ -242,7 +236,6 @@ class Filesystem:
         services.peers.serve(SERVICE, self.locks.answer)
 
     def _make_names(self, barrier: Barrier) -> None:
-        """What programs do with names, and what follows from them."""
         services, io, tier, drain = self.services, self.io, self.tier, self.drain
         engine, doomed, files, ranks = services.engine, self.doomed, self.files, self.ranks
         self.names = names = Names(services, tier, io, drain, ranks.closing, doomed, files)
@@ -272,7 +265,6 @@ class Filesystem:
         )
 
     def _make_hints(self) -> None:
-        """What programs ask for, and are told."""
         services, store, io, tier, drain = self.services, self.store, self.io, self.tier, self.drain
         engine, ranks, publishing = services.engine, self.ranks, self.publishing
         self.burst_hints = BurstHints(
@@ -349,7 +341,6 @@ class Filesystem:
         )
 
     def _set_operations(self) -> None:
-        """The table of operations."""
         names, publishing, attributes = self.names, self.publishing, self.attributes
         files, io = self.files, self.io
         xattrs = ExtendedAttributes(self.services.engine, io, attributes, self.hints)

@@ -1,8 +1,5 @@
-"""What other hosts have changed, made known here (docs/design/replicated.md): to all that keeps in
-core what records say, at once, and to the kernel, by a task of its own.
-
-An engine of one host has nothing to tell, and none of this runs.
-"""
+"""Changes of other hosts, made known here (docs/design/replicated.md): to core at once, and to the
+kernel by a task. With one host none of this runs."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -58,10 +55,9 @@ class _Unshown:
 class Following:
     """Hears of each change set of another host from the engine, when views see it.
 
-    All that is in core takes it over before any other task runs (``_take``): so what a request
-    finds in core is never older than what it finds on record. The kernel is told afterwards, by
-    ``run``, never within a request or under a lock; when it has forgotten the state before, the
-    change set is *shown*, and the host that has made it hears of that from the engine.
+    Core takes it over before any other task runs (``_take``): so core is never older than the
+    record. Afterwards ``run`` tells the kernel, never within a request or under a lock; when that
+    has forgotten the old state, the change set is *shown*, and the engine tells its host.
     """
 
     def __init__(
@@ -108,8 +104,8 @@ class Following:
             ord("Q"): lambda *_: quotas.follow(),
             ord("P"): lambda key, *_: quotas.follow_count(key),
         }
-        """By the letter of keys (meta/keys.py). Other records are kept by nobody in core, or only
-        by the host that has written them."""
+        """By the letter of keys (meta/keys.py). Other records are not kept in core, or only by the
+        host that writes them."""
         self._unshown: deque[_Unshown] = deque()
         """The kernel has not been told of these yet, the oldest first."""
         self._changed = trio.Event()
@@ -161,7 +157,7 @@ class Following:
         self._engine.note_shown(some[-1].seq)
 
     async def _follow_bytes(self, nursery: trio.Nursery) -> None:
-        """Apart from what others wait for: servers may hang, and gates may be held for long."""
+        """Follow bytes in a task of its own: servers may hang, and gates be held for long."""
         while True:
             await self._moved.wait()
             self._moved = trio.Event()
@@ -182,7 +178,7 @@ class Following:
         self._dropped(files)
 
     def _dropped(self, files: dict[int, int]) -> None:
-        """The kernel has no pages of these files from before these changes."""
+        """The kernel has dropped the pages of these files from before these changes."""
         for ino, seq in files.items():
             if self._io.table.stale.get(ino) == seq:  # else another change has come since
                 del self._io.table.stale[ino]
@@ -229,7 +225,7 @@ class Following:
             unshown.files.append(ino)
 
     def _hold_size(self, inode: Inode) -> None:
-        """The pages of a file are going to be stale."""
+        """Keep the size told of a file whose pages are going to be stale."""
         ino, table = inode.ino, self._io.table
         before = table.cached_size(ino)
         if ino in self._grown:

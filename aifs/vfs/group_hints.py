@@ -1,6 +1,4 @@
-"""The hints of groups, and their short forms for pending directories, ``pending`` and ``commit``
-(docs/design/commit.md).
-"""
+"""The hints of groups, and their short forms ``pending`` and ``commit`` (docs/design/commit.md)."""
 
 import json
 import os
@@ -41,9 +39,8 @@ _COMMIT = {"rank": int, "files": dict, "list": str, "again": bool}
 
 
 class GroupHints:
-    """Groups as programs see them. The id of a group in a call: 0 or none means the present, or
-    last, one of the directory.
-    """
+    """Groups as programs see them. A group's id of 0 or none means the directory's present, or
+    last, one."""
 
     HINTS = (
         Hint(
@@ -230,7 +227,7 @@ class GroupHints:
     # --- attributes that programs write ---
 
     async def put(self, ino: int, text: str, caller: CallerLike) -> None:
-        """Begin a group of the directory, as ``text`` says; '' ends it. Raises as Groups.begin and
+        """Begin a group of the directory by ``text``; '' ends it. Raises as Groups.begin,
         Groups.cancel."""
         if not text:
             await self.groups.cancel(ino, caller=caller)
@@ -241,7 +238,7 @@ class GroupHints:
         await self.groups.begin(ino, parse_group(text), caller)
 
     async def put_pending(self, ino: int, text: str, caller: CallerLike) -> None:
-        """``ranks=8,step=100,job=NAME`` marks a directory, '' takes the mark away: short forms of
+        """``ranks=8,step=100,job=NAME`` marks a directory, '' unmarks it: short for
         ``user.aifs.group``. Raises as ``put``, NotADirectory."""
         if not text:
             await self.groups.abandon(ino, caller)
@@ -251,9 +248,9 @@ class GroupHints:
         await self.groups.begin(ino, parse_pending(text), caller)
 
     async def put_commit(self, ino: int, text: str) -> None:
-        """On a directory: a rank commits (``_parse_commit``), or the rank ``text``; behind it may
-        be the path of one of its files. On a file, with '': it counts as closed. Raises as
-        Groups.commit and Closing.commit_file."""
+        """On a directory: commit a rank (``_parse_commit``), or the rank ``text``, with the path of
+        one of its files behind it. On a file, with '': count it as closed. Raises as Groups.commit
+        and Closing.commit_file."""
         inode = await self._attributes.getattr(ino)
         if inode.is_dir:
             rank, _, file = text.partition(" ")
@@ -289,16 +286,16 @@ class GroupHints:
         }
 
     def _refused(self, ino: int, since_ns: int) -> str:
-        """Why the last request about the directory was refused, of any user; it may name files
-        below, so it is for the owner and root."""
+        """Why any user's last request was refused; for owner and root, because it may name
+        files."""
         return self._refusals.last(ino, since_ns / 1e9)
 
     async def tell(self, ino: int, caller: CallerLike, group_id: int = 0) -> dict[str, Any]:
-        """Answer ``user.aifs.group`` about a directory's group, or that of the directory above
-        ``ino``; ``user.aifs.group.ID`` about an earlier one, too. Of many files and ranks it
-        names some; of ranks those first that have not committed. Files that ``caller`` could not
-        find are named by their inodes. Errors may name files, so they are for the user that began
-        the group, the directory's owner, and root. Raises NoAttribute, Stale."""
+        """Answer ``user.aifs.group`` about a directory's group, or that above ``ino``;
+        ``user.aifs.group.ID`` also about an earlier one. Many files and ranks are cut, uncommitted
+        ranks first. Files that ``caller`` could not find are named by inode. Errors, which may name
+        files, are for the user that began the group, the owner, and root. Raises NoAttribute,
+        Stale."""
         group = await (
             self._table.find(ino, group_id) if group_id else self._closing.find_above(ino)
         )

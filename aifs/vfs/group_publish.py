@@ -1,6 +1,5 @@
-"""Publishing the directory of a complete group under the name that its hint has given
-(``publish=NAME``): with a manifest and the pointer ``latest``, as ``aifs checkpoint publish`` does.
-"""
+"""Publishing a complete group's directory under its hint's name (``publish=NAME``), with a manifest
+and the pointer ``latest``, as ``aifs checkpoint publish`` does."""
 
 import os
 import stat
@@ -45,8 +44,8 @@ class WholeFiles:
     async def put(
         self, directory: int, temporary: bytes, name: bytes, data: bytes, caller: CallerLike
     ) -> None:
-        """Write a file under a temporary name, and rename it when it is whole. It belongs to
-        ``caller``. Raises as these operations do."""
+        """Write a file of ``caller``'s under a temporary name, and rename it when whole. Raises as
+        these."""
         made = await self._names.mknod(directory, temporary, stat.S_IFREG | 0o644, 0, caller)
         async with self._files.changing(made.ino) as file:
             await self._io.write(file, 0, data)
@@ -84,7 +83,7 @@ class GroupPublishing:
 
     async def publish(self, ino: int, name: bytes, ranks: int, caller: CallerLike) -> None:
         """Show the directory ``ino`` as ``name`` beside it. Raises as ``Publishing.publish``, and
-        Unavailable for a file that cannot be read; then no manifest is left."""
+        Unavailable for an unreadable file, without leaving a manifest."""
         what, is_shown = await self._engine.view(_publication, ino, name)
         await self._engine.view(require_may_publish, what, caller)
         if not is_shown:
@@ -138,7 +137,7 @@ class GroupPublishing:
 def _list(
     tx: ReadTransaction, directory: int, cookie: int
 ) -> tuple[list[tuple[bytes, Inode]], int | None]:
-    """The next names, and where to go on (None: that was all)."""
+    """The next names, and where to go on (None: the end)."""
     found, last = [], None
     for name, inode, place in list_directory(tx, directory, cookie, _LISTED_AT_ONCE):
         found.append((name, inode))
@@ -147,8 +146,8 @@ def _list(
 
 
 def _publication(tx: ReadTransaction, ino: int, name: bytes) -> tuple[Publication, bool]:
-    """What is published; whether it was, before a crash: then the pointer was moved, too, and may
-    lead to a later one."""
+    """The publication, and whether it happened before a crash: then the pointer was moved, too, and
+    may lead to a later one."""
     directory = namespace.get_directory(tx, ino)
     what = Publication(ino, directory.parent, name, manifest=MANIFEST)
     if name_of(tx, directory) == name and find(tx, ino, MANIFEST) is not None:

@@ -1,9 +1,6 @@
-"""All hints: extended attributes ``user.aifs.*`` and calls of the ioctl, by which programs talk to
-the filesystem through plain files and directories.
-
-Each is a row (files/asks.py) of the class that serves it. Hints are not
-listed by listxattr(2), so that copying tools leave them alone.
-"""
+"""All hints: extended attributes ``user.aifs.*`` and calls of the ioctl, on plain files and
+directories. Each is a row (files/asks.py) of the class that serves it. listxattr(2) does not list
+hints, so copying tools leave them alone."""
 
 import json
 import os
@@ -103,9 +100,7 @@ class Hints:
         return hint, part, int(number)
 
     async def get(self, ino: int, name: bytes, caller: CallerLike) -> bytes:
-        """Raises NoAttribute for a hint that does not exist or is not readable here,
-        AccessDenied.
-        """
+        """Raises NoAttribute for a hint that is unknown or unreadable here, AccessDenied."""
         inode = await self._attributes.getattr(ino)
         found = self._find(name)
         if found is None:
@@ -121,9 +116,8 @@ class Hints:
         return value if isinstance(value, bytes) else _json(value)
 
     async def put(self, ino: int, name: bytes, value: bytes, caller: CallerLike) -> None:
-        """Raises Invalid for a wrong value, NotPermitted and AccessDenied for hints that ``caller``
-        cannot set, and the errors of the hint; ``user.aifs.refused`` then says why.
-        """
+        """Raises Invalid for a wrong value, NotPermitted and AccessDenied if ``caller`` cannot set
+        it, and errors of the hint; ``user.aifs.refused`` says why."""
         with self._refusals.noted(ino, caller, name.decode("utf-8", "replace")):
             hint, part = await self._changeable(ino, name, caller)
             if hint.set is None:
@@ -131,9 +125,7 @@ class Hints:
             await _done(hint.set(part, Ask(ino, caller, value)))
 
     async def remove(self, ino: int, name: bytes, caller: CallerLike) -> None:
-        """Raises NotPermitted for hints that cannot be removed, NoAttribute where it is not
-        there.
-        """
+        """Raises NotPermitted for hints that cannot be removed, NoAttribute for a missing one."""
         with self._refusals.noted(ino, caller, name.decode("utf-8", "replace")):
             hint, part = await self._changeable(ino, name, caller)
             if hint.remove is None:
@@ -156,10 +148,9 @@ class Hints:
         return hint, part
 
     async def call(self, ino: int, name: str, argument: bytes, caller: CallerLike) -> bytes:
-        """The ioctl ``name``, with a JSON object or nothing; its answer, a JSON object. Raises
+        """Answer the ioctl ``name`` with a JSON object or nothing by a JSON object. Raises
         NoSuchIoctl, Invalid for wrong fields, NotADirectory, AccessDenied, NotPermitted, ReadOnly,
-        and the errors of the hint; ``user.aifs.refused`` then says why.
-        """
+        and errors of the hint; ``user.aifs.refused`` says why."""
         hint, part = self._served.get(name, (None, None))
         if hint is None or hint.call is None:
             raise NoSuchIoctl()
@@ -226,7 +217,7 @@ async def _done(answer: Any) -> Any:
 
 
 def _fields(name: str, argument: bytes, takes: Mapping[str, type]) -> dict[str, Any]:
-    """The fields of a call: whole numbers of 64 bits, text without a zero byte. Raises Invalid."""
+    """The fields of a call: 64-bit numbers, text without a zero byte. Raises Invalid."""
     fields = parse_object(name, os.fsdecode(argument), takes) if argument else {}
     for key, value in fields.items():
         for one in value if isinstance(value, list) else (value,):
@@ -240,8 +231,6 @@ def _fields(name: str, argument: bytes, takes: Mapping[str, type]) -> dict[str, 
 
 
 def _json(answer: Mapping[str, Any]) -> bytes:
-    """Padded, because getfattr(1) asks twice, first for the length, and numbers may have grown
-    meanwhile.
-    """
+    """Padded: getfattr(1) asks twice, first for the length, and numbers may grow meanwhile."""
     text = json.dumps(answer).encode()
     return text.ljust(-(-(len(text) + 8) // 64) * 64)

@@ -38,13 +38,12 @@ async def open_filesystem(
     share: LoopShare | None = None,
     has_locks: bool = False,
 ) -> AsyncIterator[Filesystem]:
-    """Own the store, recover it, and serve until the block ends; then everything is made durable.
+    """Own the store, recover it, and serve until the block ends; then make everything durable.
 
     Raises StoreError, StoreBusy; StoreBusy also at the end, if another process has taken the store
-    over meanwhile: then nothing is written any more (store/ownership.py). ``force``: see
-    ``open_store``. ``share``: between background work and requests. ``has_locks``: flock(2) and
-    fcntl(2) locks are ours also where the store has one host, for tests. A store that is opened
-    read-only is recovered all the same, as ext4 does.
+    over: then nothing is written any more (store/ownership.py). ``force``: see ``open_store``.
+    ``share``: between background work and requests. ``has_locks``: flock(2) and fcntl(2) locks are
+    ours also with one host, for tests. A read-only store is recovered, too, as in ext4.
     """
     store = await open_store(
         config, mountpoint=mountpoint, read_only=read_only, adding=adding, force=force
@@ -111,7 +110,7 @@ async def open_filesystem(
 
 
 async def _load(fs: Filesystem) -> None:
-    """What the parts have to know before anything is asked of them, in an order that matters."""
+    """Tell the parts what they have to know before requests, in this order."""
     if not fs.role.is_shared:
         # What backups there are: tasks that give something up ask from now on what they may refer
         # to.
@@ -137,7 +136,7 @@ async def _load(fs: Filesystem) -> None:
 
 
 async def _load_work(fs: Filesystem, again: bool = False) -> None:
-    """What earlier mounts, or another host, have left to do. None of these looks at another."""
+    """Find work that earlier mounts, or another host, have left; in any order."""
     await fs.doomed.load()
     await fs.rebuild.strays.load()
     await fs.retention.load()
@@ -146,9 +145,7 @@ async def _load_work(fs: Filesystem, again: bool = False) -> None:
 
 
 async def _serve_role(fs: Filesystem) -> None:
-    """When this host gets the role, it does the work of the whole store, too; and it deals with
-    what hosts leave whose sessions end.
-    """
+    """With the role, do the whole store's work, and deal with the rest of ended sessions."""
     while not fs.role.held:
         await fs.role.change()
     _log.info("this host does the background work of the store from now on")
@@ -166,7 +163,7 @@ async def _serve_role(fs: Filesystem) -> None:
 
 
 async def _keep_running(task: Callable[[], Awaitable[None]]) -> None:
-    """A fault in background work is logged, and does not end the mount."""
+    """Log a fault in background work, which does not end the mount."""
     while True:
         try:
             with giving_up(), loop_share.background():
@@ -180,7 +177,7 @@ async def _keep_running(task: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _keep_telling(store: Store) -> None:
-    """While the end waits for a server, also for what background work has asked it for."""
+    """Report what the end waits for, also requests of background work."""
     while True:
         await trio.sleep(_TELL_S)
         if not store.ownership.ended:
@@ -188,9 +185,8 @@ async def _keep_telling(store: Store) -> None:
 
 
 async def _close(fs: Filesystem) -> None:
-    """What is still open is closed, deleted files are removed, all is synced, and the store is
-    marked clean. Parts that give work to others come first.
-    """
+    """Close open files, remove deleted ones, sync all, and mark the store clean. Parts that give
+    work to others come first."""
     fs.handles.end()
     await fs.io.inodes.record_accesses()
     for file in list(fs.io.table.open.values()):

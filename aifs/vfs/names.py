@@ -1,6 +1,4 @@
-"""Names: what a directory holds, and making, linking and removing it. How a name moves is
-``publish``'s business.
-"""
+"""Names: what a directory holds, and making, linking and removing it (moving: ``publish``)."""
 
 import os
 import stat
@@ -65,8 +63,8 @@ class Names:
         """Parts of directories that are likely to be asked for, by (ino, cookie, limit)."""
 
     async def lookup(self, parent: int, name: bytes, caller: CallerLike = ROOT) -> Inode:
-        """The kernel checks rights, except of what is virtual: any name on record comes first.
-        With several hosts it raises Stale as ``LookedUp.require_shown`` does."""
+        """The kernel checks rights, except of virtual files; names on record come first. With
+        several hosts it raises Stale as ``LookedUp.require_shown`` does."""
         if self._doomed.holds(parent):
             raise NotFound("the directory has been removed")
         self._looked_up.asked((parent, name))
@@ -85,11 +83,10 @@ class Names:
     async def create(
         self, parent: int, name: bytes | None, mode: int, flags: int, caller: CallerLike
     ) -> tuple[Opened, Inode]:
-        """A new regular file, opened with ``flags``; without a name it is gone when it is closed
-        unless ``link`` names it. Raises Exists; with several hosts, without O_EXCL, Stale: then the
-        kernel looks the name up anew, which another host has made just before, and opens the file.
-        This and what makes or removes names below raise ReadOnly for what is virtual.
-        """
+        """Create a regular file, opened with ``flags``; nameless, it is gone when closed unless
+        ``link`` names it. Raises Exists; with several hosts, without O_EXCL, Stale if another one
+        has just made the name: the kernel then looks it up anew, and opens the file. All that make
+        or remove names raise ReadOnly for virtual ones."""
         virtual.require_on_record(parent)
         await self._io.inodes.find_room()
         ino, copy, kin = await self._ids.take(), None, None
@@ -211,8 +208,7 @@ class Names:
         return inode
 
     async def unlink(self, parent: int, name: bytes, caller: CallerLike | None = None) -> None:
-        """The name goes to the trash, if there is one for it, and somebody removes it, the
-        ``caller``."""
+        """Remove a name, as ``caller``, to its trash if there is one."""
         self._looked_up.changed_here(parent)
         now, by = clock.kernel_ns(), self._rules.remover(caller)
         try:
@@ -223,8 +219,8 @@ class Names:
         await self._engine.shown()
 
     async def rmdir(self, parent: int, name: bytes, caller: CallerLike | None = None) -> None:
-        """As ``unlink``. With several hosts it raises Stale where another one has changed the name
-        just before, upon which the kernel looks it up anew, once."""
+        """``unlink`` of a directory. With several hosts it raises Stale if another one has just
+        changed the name: the kernel then looks it up anew, once."""
         self._looked_up.changed_here(parent)
         try:
             known = await self._looked_up.of((parent, name))
@@ -242,13 +238,12 @@ class Names:
     async def remove_tree(
         self, parent: int, name: bytes, caller: CallerLike = ROOT, locked: bool = False
     ) -> None:
-        """Remove a directory with all that lies below it, at a cost that does not depend on how
-        much it is (upkeep/doomed.py). It goes to the trash as it is, if there is one for it.
+        """Remove a directory with its tree, or put it in its trash, at constant cost
+        (upkeep/doomed.py).
 
-        The kernel neither does nor checks it, so it is decided here: a caller may that may remove
-        the name, and owns the directory. It sees the name no more when this returns; soon, if it
-        holds the parent's lock for this request (``locked``). Raises NotFound, NotADirectory,
-        AccessDenied, NotPermitted, ReadOnly.
+        Not checked by the kernel: callers must be able to remove the name, and own the directory.
+        The kernel forgets the name before the return; soon, if it holds the parent's lock
+        (``locked``). Raises NotFound, NotADirectory, AccessDenied, NotPermitted, ReadOnly.
         """
         self._options.require_writable()
         await self._doomed.doom(parent, name, caller)
@@ -283,17 +278,14 @@ class Names:
         return inode.data or b""
 
     def forget(self, inos: list[int]) -> None:
-        """The kernel has dropped these inodes; those without a name are removed once they are
-        closed.
-        """
+        """The kernel has dropped these inodes: nameless ones are removed once closed."""
         for ino in self._io.table.orphans.intersection(inos):
             self._io.table.orphans.discard(ino)
             self._nameless.discard(ino)
             self._io.table.forget(ino)
 
     def keep(self, orphans: Collection[int]) -> None:
-        """Another daemon had the mount before: the kernel may know these inodes, which have no
-        name."""
+        """Keep nameless inodes that the kernel may know from a former daemon of the mount."""
         self._io.table.orphans.update(orphans)
         self._nameless.update(orphans)  # it lets nobody name those that must not be
 
@@ -318,7 +310,6 @@ class Names:
             self._gone(inode.ino)
 
     def _gone(self, ino: int) -> None:
-        """An inode has lost its last name."""
         self._drain.gone(ino)
         self._closing.gone(ino)
         file = self._io.table.open.get(ino)
@@ -326,9 +317,8 @@ class Names:
             file.cancel_lease()
 
     def unlinked_elsewhere(self, inode: Inode, is_open: bool) -> None:
-        """Another host has taken an inode's last name away. ``is_open``: here, so the kernel knows
-        it.
-        """
+        """Another host has removed an inode's last name. ``is_open``: here, so the kernel knows
+        it."""
         if is_open:
             self._io.table.orphans.add(inode.ino)
         self._gone(inode.ino)
@@ -341,10 +331,10 @@ class Names:
         self._gone(ino)
 
     async def readdir(self, ino: int, cookie: int, limit: int = _READDIR_BATCH) -> Listing:
-        """The next entries behind ``cookie`` (0: the first), ``limit`` at most; none at the end.
+        """The next entries behind ``cookie`` (0: the first), up to ``limit``; none at the end.
 
-        An entry that exists during the whole listing appears exactly once, whatever else changes. A
-        directory that has been removed, which some process may still be in, has none.
+        An entry that exists during the whole listing appears exactly once. A removed directory has
+        none.
         """
         await self._engine.sure()
         listing = self._ahead.pop((ino, cookie, limit), None)
@@ -375,17 +365,15 @@ class Names:
         return listing
 
     def _changing_unseen(self, inos: Sequence[int]) -> list[tuple[int, int]]:
-        """Of some inodes those that may change without the kernel's knowing, with their places."""
+        """Of these inodes those that may change unseen by the kernel, with their places."""
         table = self._io.table
         if table.open.keys().isdisjoint(inos) and table.mapped.isdisjoint(inos):
             return []
         return [each for each in enumerate(inos) if table.changes_unseen(each[1])]
 
     async def read_ahead(self, ino: int, cookie: int, limit: int) -> None:
-        """Read what ``readdir`` will be asked for next, unless the program has seen enough, while
-        the kernel and the program work on what they have got. If any record changes before it is
-        asked for, it is read again then. An error of a read goes to the caller.
-        """
+        """Read ahead for ``readdir`` while kernel and program are busy, unless the program has seen
+        enough. After any change of records it is read again. The caller gets errors."""
         with suppress(Exception):
             listing = await self._engine.view(list_directory, ino, cookie, limit)
             self._ahead[ino, cookie, limit] = listing

@@ -1,7 +1,5 @@
-"""What programs do with open files: open, read, write, sync and close them. The bytes are
-``FileIO``'s business; here is what else an open file means: handles, times, set-id bits, chattr's
-flags, and the parts that hear that a file has been closed.
-"""
+"""Open files: open, read, write, sync and close. Besides their bytes (``FileIO``): handles, times,
+set-id bits, chattr's flags, and parts that hear of closes."""
 
 import os
 import time
@@ -87,9 +85,7 @@ class OpenFiles:
         self, ino: int, flags: int, kill_privileges: bool = False, caller: CallerLike = ROOT
     ) -> Opened:
         """Opening for reading counts as access, since the kernel reads most pages without asking.
-
-        Opening for writing ends file capabilities, since a write that is passed through could not.
-        """
+        Opening for writing ends file capabilities, since a passed-through write could not."""
         if ino >= FIRST_VIRTUAL:
             return await self.virtual.open(ino, flags, caller)
         writing = flags & os.O_ACCMODE != os.O_RDONLY
@@ -154,9 +150,6 @@ class OpenFiles:
     )
 
     async def _hold(self, ino: int) -> None:
-        """This host holds a file without names, which another one may have unlinked after the
-        kernel has looked the name up. Raises Stale if it has erased it, too.
-        """
         if not await self._engine.view(namespace.is_held, ino):
             self._io.table.orphans.add(ino)
             if not await self._engine.transact(namespace.put_holds, [ino]):
@@ -170,17 +163,15 @@ class OpenFiles:
         return True
 
     async def give_up(self, file: OpenInode, written: bool) -> None:
-        """Somebody needs the file no more who has no handle of the kernel, perhaps because of an
-        error: the file may have got into the burst tier all the same.
-        """
+        """The last user without a kernel handle is done with the file, perhaps by an error: the
+        file may be in the burst tier all the same."""
         with trio.CancelScope(shield=True):
             await self._io.inodes.release(file)
             await self._closed(file, written)
 
     async def add_handle(self, file: OpenInode, flags: int, is_new: bool = False) -> Opened:
-        """A handle; ``is_new``: with which the file is made. The kernel syncs what is written with
-        O_SYNC to a file that it passes through, but knows nothing of our records: so the file's
-        name and its mark are on stable storage before that can begin."""
+        """Add a handle; ``is_new``: made with the file. The kernel syncs passed-through O_SYNC
+        writes, not our records: so the file's name and mark are on stable storage before."""
         if file.copy is not None:
             self._tier.touch(file.copy.id)
         opened = await self._handles.add(file, flags, is_new)
@@ -196,9 +187,8 @@ class OpenFiles:
         return opened
 
     async def flush(self, handle: int) -> None:
-        """Somebody closes a descriptor of ``handle``, and waits for this: with several hosts, what
-        was written is where others find it when they open the file.
-        """
+        """A descriptor of ``handle`` is being closed: with several hosts, the writes are where
+        others find them on return."""
         opened = self._handles.find(handle)
         if opened is not None and opened.shared:
             await self._io.show(opened.file, _is_new(opened), opened.maps)
@@ -232,12 +222,12 @@ class OpenFiles:
             self._handles.removed(handle)
 
     async def _take_back(self, handle: int) -> None:
-        """If this is a handle of an inode that is lent, and not in core, it gets there."""
+        """Bring the lent inode of this handle into core."""
         if handle >= LENT and not self._handles.has(handle):
             await self._io.inodes.release(await self._io.inodes.acquire(handle - LENT))
 
     async def _closed(self, file: OpenInode, written: bool) -> None:
-        """Somebody has closed the file; ``written``: it may have been changed."""
+        """The file was closed; ``written``: it may have been changed."""
         inode = file.inode
         copy = inode.copy
         if file.home:
@@ -254,9 +244,7 @@ class OpenFiles:
     # --- bytes ---
 
     async def read(self, handle: int, offset: int, length: int) -> bytes | memoryview:
-        """Up to ``length`` bytes, fewer only at the end of the file; a view is valid until it is
-        dropped.
-        """
+        """Up to ``length`` bytes, fewer only at the end of the file."""
         if self.virtual.has(handle):
             return await self.virtual.read(handle, offset, length)
         await self._take_back(handle)
@@ -273,11 +261,10 @@ class OpenFiles:
         kill_privileges: bool = False,
         appends: bool = False,
     ) -> int:
-        """All of ``data`` is written at ``offset``.
+        """Write all of ``data`` at ``offset``.
 
-        The kernel sees to O_APPEND, by the offset, and to O_SYNC, by an fsync after the write; not
-        so where it bypasses its cache. ``appends``: with O_APPEND; where there are several hosts
-        the kernel may take another offset for the end.
+        The kernel sees to O_APPEND, by the offset, and to O_SYNC, by a later fsync, except past its
+        cache. ``appends``: with O_APPEND; with several hosts the kernel may mistake the end.
         """
         file = self._handles.writable(handle)
         if not appends:
@@ -305,17 +292,15 @@ class OpenFiles:
         return len(data)
 
     def _require_may_overwrite(self, file: OpenInode, offset: int) -> None:
-        """Raises NotPermitted for bytes of an append-only file that are there already, or may be:
-        its home knows where it ends. Programs that have it open since before may write past us."""
+        """Raises NotPermitted for existing bytes of an append-only file, or maybe existing: its
+        home knows the end. Programs that opened it before may write past us."""
         if file.inode.flags & APPEND_ONLY and (
             file.home or offset < self._io.inodes.attributes(file).size
         ):
             raise NotPermitted("the file is append-only (chattr)")
 
     async def _before_change(self, file: OpenInode, kill_privileges: bool) -> None:
-        """The bytes are about to change. First, so that at no time they run with the owner's rights
-        as others made them.
-        """
+        """Take privileges before bytes change: they never run with the owner's rights."""
         if file.inode.flags & IMMUTABLE:
             file.inode.require_unguarded()
         if kill_privileges and file.inode.is_privileged:
@@ -331,8 +316,7 @@ class OpenFiles:
     ) -> None:
         """fallocate(2): allocate, keep size, punch hole, zero range. Raises NotSupported, NoSpace.
 
-        The kernel leaves set-id bits to us, and does not say whether the caller may keep them: only
-        root may.
+        The kernel leaves set-id bits to us without the caller's rights: only root keeps them.
         """
         file = self._handles.writable(handle)
         if file.inode.flags & APPEND_ONLY and mode & ~ranges.KEEP_SIZE:
@@ -357,9 +341,8 @@ class OpenFiles:
         length: int,
         caller: CallerLike = ROOT,
     ) -> int:
-        """copy_file_range(2): how much has been copied; 0 at the end of the source. Set-id bits: as
-        ``fallocate``. Raises NotSupported for a virtual source, which the kernel then reads.
-        """
+        """copy_file_range(2): the bytes copied; 0 at the end of the source. Set-id bits: as
+        ``fallocate``. Raises NotSupported for a virtual source, which the kernel then reads."""
         if self.virtual.has(handle_in):
             raise NotSupported("it is no file on record")
         await self._take_back(handle_in)
@@ -377,7 +360,7 @@ class OpenFiles:
         return copied
 
     async def _sync_written(self, handle: int) -> None:
-        """The kernel syncs what is written with O_SYNC, except by these calls."""
+        """The kernel syncs O_SYNC writes, except by these calls."""
         opened = self._handles[handle]
         if opened.synchronous:
             await self._io.fsync(opened.file)
@@ -393,9 +376,8 @@ class OpenFiles:
 
     @asynccontextmanager
     async def changing(self, ino: int) -> AsyncIterator[OpenInode]:
-        """A file that is changed without a handle of the kernel. What follows the end of the block
-        is what follows when somebody who has written closes the file.
-        """
+        """Change a file without a handle of the kernel; the end of the block is its close by a
+        writer."""
         file = await self._io.inodes.acquire(ino)
         try:
             yield file
@@ -405,10 +387,8 @@ class OpenFiles:
     # --- durability ---
 
     async def fsync(self, handle: int, datasync: bool = False) -> None:
-        """The file's bytes, size and name are on stable storage when this returns. Raises
-        Unavailable, NoSpace; QuotaExceeded, though they are, if what was written past us is too
-        much.
-        """
+        """Bring the file's bytes, size and name to stable storage. Raises Unavailable, NoSpace;
+        QuotaExceeded, though it is done, if too much was written past us."""
         if self.virtual.has(handle):
             return
         await self._take_back(handle)
@@ -421,9 +401,7 @@ class OpenFiles:
         await self._quotas.require_within(file)
 
     def _correct_attributes(self, file: OpenInode) -> None:
-        """Have the kernel ask again for attributes that were a guess, or that it could not see
-        change.
-        """
+        """Have the kernel ask anew for guessed attributes, or for changes it could not see."""
         if file.shown not in (None, (file.inode.mtime_ns, file.inode.blocks)):
             file.shown = None
             self._kernel.drop_attributes(file.inode.ino)
@@ -441,7 +419,7 @@ def _is_new(opened: FileHandle) -> bool:
 
 
 def _require_may_open(inode: Inode, flags: int) -> None:
-    """To write. Raises NotPermitted."""
+    """Raises NotPermitted for opening to write."""
     if inode.flags & APPEND_ONLY and (not flags & os.O_APPEND or flags & os.O_TRUNC):
         raise NotPermitted("the file is append-only (chattr)")
     if inode.flags & IMMUTABLE:

@@ -1,9 +1,9 @@
-"""The last requests that the kernel has sent, for programs that follow them (``user.aifs.trace``):
-one ring of records in memory, which any number of readers follow.
+"""The last requests of the kernel, for programs that follow them (``user.aifs.trace``): a ring in
+memory, for any number of readers.
 
-Records are kept while somebody reads; else a request costs the look at ``is_on``. Only those that
-have taken long are always kept, for a while, apart (why.py). Work that the kernel does by itself is
-no request: cached lookups and pages, reads and writes that are passed through.
+Records are kept while somebody reads; else a request costs a look at ``is_on``. Long requests are
+always kept for a while (why.py). The kernel's own work (caches, passed-through reads and writes) is
+no request.
 """
 
 import json
@@ -46,8 +46,7 @@ class Record(NamedTuple):
     bytes: int
     """That were read or written."""
     waited_us: dict[str, int]
-    """Its waits (core/waiting.py), and how long each was; the rest of its time is the daemon's
-    own."""
+    """Its waits (core/waiting.py) and their lengths; the rest of its time is the daemon's."""
 
 
 class OperationLog:
@@ -74,8 +73,7 @@ class OperationLog:
         """Since when these are kept."""
 
     def ended(self, activity: Activity, duration_ns: int, errno: int = 0, moved: int = 0) -> None:
-        """An activity has ended. To be called if it has waited, took ``LONG_S``, or the log is
-        on."""
+        """Record an activity that has waited, took ``LONG_S``, or while the log is on."""
         spent_ns = activity.spent_ns()
         for cause, ns in spent_ns.items():
             self.waited[cause].add(ns)
@@ -99,7 +97,7 @@ class OperationLog:
             self._next += 1
 
     def long(self) -> tuple[float, list[Record]]:
-        """All that took ``LONG_S`` and ended since a time (of the epoch), at most ``LONG_KEPT_S``
+        """Records of ``LONG_S`` or longer that ended since a time (epoch), at most ``LONG_KEPT_S``
         ago."""
         since_s = max(self._began_s, time.time() - LONG_KEPT_S)
         if len(self._long) == LONG_KEPT:
@@ -114,8 +112,7 @@ class OperationLog:
             self._switched(True)
 
     def records(self, start: int) -> tuple[int, list[Record]]:
-        """The first records from the number ``start`` on that are still here, and the number of the
-        first one."""
+        """The first records left from number ``start`` on, and the first one's number."""
         first = max(start, self._first, self._next - _RECORDS)
         numbers = range(first, min(first + _READ_AT_ONCE, self._next))
         return first, [record for n in numbers if (record := self._ring[n % _RECORDS])]
@@ -129,9 +126,9 @@ class OperationLog:
 async def follow(
     log: OperationLog, engine: Engine, start: int | None = None
 ) -> tuple[int, list[dict[str, Any]]]:
-    """For a reader that comes again within ``_KEPT_S``: the records from the number ``start`` on
-    that are still here, some at a time, and the number of the first one; None: none yet, and the
-    number of the next one. Raises Invalid for a number that is not reached yet."""
+    """Some records from number ``start`` on, and the first one's number, for a reader that comes
+    again within ``_KEPT_S``; None: none yet, and the next number. Raises Invalid for a future
+    number."""
     log.follow()
     if start is None:
         return log.next, []
@@ -144,8 +141,8 @@ async def follow(
 
 async def tell(log: OperationLog, engine: Engine, start: int | None = None) -> bytes:
     """Answer ``user.aifs.trace``, JSON: {"next": N, "lost": K, "records": [...]}; with ``start``
-    ``user.aifs.trace.START``: the records from that number on, some at a time, and how
-    many of them are not here any more. ``next`` is where to go on. Raises Invalid."""
+    ``user.aifs.trace.START``: some records from that number on, and how many of them are lost.
+    ``next``: where to go on. Raises Invalid."""
     first, records = await follow(log, engine, start)
     told: list[str] = []
     length = 0

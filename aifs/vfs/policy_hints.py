@@ -1,6 +1,5 @@
-"""The policies of files and directories, as hints: layout, tier, expected size, and when a rename
-publishes. They are stored in the inode, and new files of a directory inherit its policies.
-"""
+"""Policies of files and directories, as hints: layout, tier, expected size, publishing by rename.
+They are in the inode, inherited by new files."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any

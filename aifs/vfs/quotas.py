@@ -1,7 +1,6 @@
 """Quotas of directories: setting and removing them, and giving what lies below its project, in the
-background, from the top down (meta/quotas.py). Each step is one transaction, and one that was not
-reached by a crash is done by the next mount, which begins at the top again.
-"""
+background, top down (meta/quotas.py). Each step is a transaction; after a crash the next mount
+begins at the top again."""
 
 from typing import Any
 
@@ -59,18 +58,16 @@ class QuotaTrees:
     # --- what is set ---
 
     async def set(self, ino: int, text: str) -> None:
-        """Limit what lies below a directory, as ``size=1TiB,files=1M`` says; ``none`` lifts one of
-        them, what is not named stays. It holds for what is made from now on when this returns; what
-        is there is counted by and by. Raises Invalid, NotADirectory, NotFound.
-        """
+        """Limit what lies below a directory by ``size=1TiB,files=1M``; ``none`` lifts one, others
+        stay. New inodes count on return, existing ones in the background. Raises Invalid,
+        NotADirectory, NotFound."""
         limits = _parse(text)
         self._changed(await self._engine.transact(_put, ino, limits))
         await self._rooms.look()
         await self._engine.shown()
 
     async def remove(self, ino: int) -> None:
-        """Nothing is refused by the quota of a directory when this returns. Raises NoAttribute
-        where it has none."""
+        """Lift the quota of a directory. Raises NoAttribute if there is none."""
         self._changed(await self._engine.transact(_remove, ino))
         await self._rooms.look()
         await self._engine.shown()
@@ -91,8 +88,7 @@ class QuotaTrees:
     # --- in the background ---
 
     async def work(self) -> float:
-        """Give all that lies in quotas their projects, and take them from what does not any
-        more."""
+        """Give inodes in quotas their projects, and take projects of removed ones away."""
         async with self._working:
             for project, quota in await self._engine.view(quotas.unfinished):
                 await self._spread([quota.directory], project if quota.state == REMOVED else 0)
@@ -102,8 +98,7 @@ class QuotaTrees:
         return NEVER_S
 
     async def take_in(self, ino: int, directory: Inode) -> None:
-        """What has no name, and is about to get one in a directory, counts where that does, with
-        all that lies below."""
+        """Have a nameless inode count where the directory of its new name does, with all below."""
         done = await self._engine.transact(quotas.take_in, ino, directory)
         self._adopt(done.changed)
         await self._spread(done.directories)
@@ -129,15 +124,14 @@ class QuotaTrees:
     # --- what is told ---
 
     async def tell(self, ino: int) -> dict[str, Any]:
-        """The innermost quota that counts a file or directory, and those that it lies in; {} if
-        there is none."""
+        """The innermost quota of a file or directory, and those around it; or {}."""
         inode = await self._attributes.getattr(ino)
         found = [_told(room) for room in await self._rooms.over(inode.project)]
         return {**found[0], "within": found[1:]} if found else {}
 
     async def list_all(self, caller: CallerLike, after: int = 0) -> dict[str, Any]:
-        """Up to PAGE quotas behind the project ``after``, with their paths: those of directories
-        that the caller may read and find. ``next``: where the next page begins; 0: nowhere."""
+        """Up to PAGE quotas behind project ``after``, with paths: of directories that the caller
+        may read and find. ``next``: of the next page; 0: none."""
         rooms = await self._rooms.look()
         projects = sorted(project for project in rooms if project > after)[:PAGE]
         told = []
@@ -202,7 +196,7 @@ def _remove(tx: Transaction, ino: int) -> Inode:
 
 
 def _path_for(tx: ReadTransaction, ino: int, caller: CallerLike) -> str | None:
-    """The path of a directory; None if the caller is not to be told."""
+    """The path of a directory; None if the caller may not know it."""
     directory = namespace.find_inode(tx, ino)
     if directory is None or not may_find(tx, directory, keys.ROOT_INO, caller):
         return None

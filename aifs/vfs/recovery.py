@@ -1,10 +1,9 @@
-"""What a mount does after a crash (docs/design/metadata.md, crash table). The journal has been
-replayed by then.
+"""Recovery by a mount after a crash (docs/design/metadata.md, crash table); the journal is
+replayed.
 
-The work depends on what was in flight: dirty marks, orphans, garbage, and the last windows of ids.
-All of it was this host's. What another host that died has left, the holder of the role deals with
-as far as that can be done without that host's burst directories (``take_over``); the rest stays as
-it is until that host mounts the store again.
+It deals with this host's dirty marks, orphans, garbage, and last windows of ids. For other dead
+hosts the holder of the role does what is possible without their burst directories (``take_over``);
+the rest waits for their next mount.
 """
 
 import os
@@ -92,12 +91,11 @@ async def recover(
     recovered: Recovered,
     is_mounted: bool = False,
 ) -> StillOpen:
-    """Bring the store into order, and count what has been dealt with; what only needs deleting is
-    left to the collector.
+    """Bring the store into order, and count; the collector deletes.
 
-    A file on a server that does not work keeps its dirty mark, and is settled by a later mount; so
-    does a server that is absent the record of what is to be looked for there. Moved objects are the
-    rebuild's to delete. ``is_mounted``: the kernel has the mount still, and programs their files.
+    A file on a failing server keeps its dirty mark until a later mount; so does an absent server
+    the record of objects to look for. The rebuild deletes moved objects. ``is_mounted``: the kernel
+    and programs still have the mount.
     """
     recovered.transactions = store.engine.recovered
     abandoned = await store.engine.view(_read_unfinished)
@@ -134,14 +132,14 @@ async def recover(
 
 
 def _read_unfinished(tx: ReadTransaction) -> list[int]:
-    """The tops of trees that this host was making."""
+    """Tops of trees that this host was making."""
     return [ino for ino, maker in dooming.all_makers(tx).items() if maker == tx.host]
 
 
 def _read_in_flight(
     tx: ReadTransaction, is_ours: Callable[[Garbage], bool]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Files with dirty marks of this host, the orphans that it holds, and what is its garbage."""
+    """Files with dirty marks of this host, its orphans, and its garbage."""
     host = tx.host
     orphans, holds = _read_orphans(tx)
     held = [ino for ino in orphans if (host in holds[ino] if host else not holds[ino])]
@@ -150,7 +148,7 @@ def _read_in_flight(
 
 
 def _numbers_of(tx: ReadTransaction, kind: bytes, hosts: Set[int]) -> list[int]:
-    """Of the records of a kind that say one of these hosts."""
+    """Numbers of a kind's records that name one of these hosts."""
     found = tx.range(*keys.all_of(kind))
     return [keys.number(key) for key, value in found if keys.host_of(value) in hosts]
 
@@ -168,7 +166,7 @@ def _read_orphans(tx: ReadTransaction) -> tuple[list[int], defaultdict[int, set[
 
 
 def _read_garbage(tx: ReadTransaction) -> Iterator[tuple[int, Garbage | None]]:
-    """With None for a record that is damaged: fsck names it."""
+    """With None for a damaged record, which fsck names."""
     for key, value in tx.range(*keys.all_of(b"g")):
         try:
             yield keys.number(key), decode_garbage(value)
@@ -177,14 +175,11 @@ def _read_garbage(tx: ReadTransaction) -> Iterator[tuple[int, Garbage | None]]:
 
 
 async def take_over(store: Store, role: Role, collector: Collector) -> None:
-    """The holder of the role deals with what nobody else will: garbage that is no host's, and what
-    hosts have left that have no session any more. To be called when it gets the role, and whenever
-    a session has ended.
+    """Deal, as holder of the role, with garbage that is no host's, and what hosts without session
+    have left. Called on getting the role, and after each end of a session.
 
-    Dirty marks stay: those files may have their newest bytes in burst directories that only their
-    hosts can reach. So do the windows of ids. What is looked at comes first, and then which hosts
-    live: a host that has begun a new session meanwhile deals with it itself, and nothing that this
-    session makes is taken from it.
+    Dirty marks stay, because newest bytes may be in those hosts' burst directories; so do windows
+    of ids. Hosts are looked up after the records: a host with a new session deals with its own.
     """
     engine = store.engine
     left = await engine.view(_read_left)
@@ -233,7 +228,7 @@ def _read_left(tx: ReadTransaction) -> _Left:
 
 
 def _inherit(tx: Transaction, left: _Left, dead: Set[int]) -> list[int]:
-    """What dead hosts have left is nobody's; the containers that are to be sealed."""
+    """Make what dead hosts left nobody's; returns containers to seal."""
     for key, host in left.made.items():
         if host in dead and (record := tx.get(key)) is not None:
             garbage = decode_garbage(record)
@@ -259,10 +254,8 @@ def _read_nobodys(tx: ReadTransaction) -> tuple[list[int], list[int]]:
 
 
 async def _restore_marks(store: Store, tier: BurstTier) -> None:
-    """A power cut may undo a dirty mark, but not all that was written to the copy of the file
-    after it: then the copy has another length than the record says. Such files have their marks
-    again on return, and so have those whose copies do not tell at present.
-    """
+    """Restore dirty marks that a power cut has undone: the copy's length differs from the record's,
+    or cannot be read now."""
     start, end = keys.all_of(b"b")
     while batch := await store.engine.view(_read_copies, start, end):
         start = keys.burst_copy(batch[-1][0] + 1)
@@ -318,9 +311,8 @@ async def _settle(
 
 
 async def _settle_copy(store: Store, tier: BurstTier, collector: Collector, inode: Inode) -> None:
-    """Take over what the burst copy says, and sync it. One that a power cut has undone leaves an
-    empty file.
-    """
+    """Take over what the burst copy says, and sync it. One undone by a power cut leaves an empty
+    file."""
     place = inode.copy
     assert place is not None
     copy = tier.open(place)
@@ -377,11 +369,9 @@ def _put_settled(tx: Transaction, ino: int, inode: Inode | None) -> None:
 
 
 async def delete_unknown_objects(store: Store) -> int:
-    """Delete objects in the host's last windows of ids that neither an inode nor a garbage record
-    knows (I7).
+    """Delete objects in the host's last windows of ids without inode or garbage record (I7).
 
-    A server that does not say what it has, or does not delete it, is put on record, with the
-    window, for the next mount.
+    A server that fails is recorded, with the window, for the next mount.
     """
     servers = store.servers
     unlisted = await store.engine.view(read_unlisted)
@@ -421,14 +411,13 @@ async def delete_unknown_objects(store: Store) -> int:
 
 
 def _may_have_objects(server: DataServer | None) -> bool:
-    """What lies on a server that is lost is nobody's concern any more."""
+    """Not on a lost server."""
     return server is not None and server.standing != LOST
 
 
 class Unlisted(NamedTuple):
-    """Unknown objects with first <= id < end may lie on a server that could not be looked at (key
-    ``j unlisted``).
-    """
+    """Unknown objects with first <= id < end may lie on a server not looked at (key ``j
+    unlisted``)."""
 
     server: int
     first: int
@@ -474,10 +463,10 @@ def _is_known(tx: ReadTransaction, ino: int, oid: int) -> bool:
 async def load_copies(
     store: Store, tier: BurstTier, collector: Collector, needs: Needs, recovered: Recovered
 ) -> list[Undrained]:
-    """Tell the tier what it holds; returns what has to be drained.
+    """Tell the tier its copies; returns those to drain.
 
-    A cached copy that is not durable counts only while the machine has not been started anew: a
-    power cut may have left anything in it. Then it is kept if it is needed, and has its checksums.
+    A cached copy that is not durable counts only until the machine starts anew: a power cut may
+    have damaged it. Then it is kept if needed and right by its checksums.
     """
     undrained: list[Undrained] = []
     unreachable = defaultdict[str, list[int]](list)
@@ -524,8 +513,7 @@ async def load_copies(
 
 
 async def _list_lost(store: Store, directory: str, inos: Sequence[int]) -> None:
-    """Name the files whose newest bytes are in a burst directory that is missing, where users are
-    to look for what is lost."""
+    """Name the files whose newest bytes are in a missing burst directory, for users."""
     engine, what = store.engine, f"{len(inos)} files cannot be read without {directory}"
     if store.servers.read_only:
         _log.warning("%s", what)
@@ -544,8 +532,8 @@ class _Sources:
         self._movers: Movers | None = None
 
     async def has(self, inode: Inode) -> bool:
-        """Whether the data servers cannot tell a file, but its copy can, though it was not synced
-        before a power cut. It is on record as durable then."""
+        """Whether only its copy, unsynced before a power cut, has a file; it is on record as
+        durable then."""
         engine, servers = self._store.engine, self._store.servers
         assert inode.copy is not None
         if not await self._needs.find({inode.copy.id: inode.ino}):
@@ -603,9 +591,8 @@ def lost_and_found(tx: Transaction, now_ns: int) -> Inode:
 
 
 def put_list(tx: Transaction, title: str, paths: Iterable[str], count: int) -> str:
-    """List files in a file of /lost+found, a new one unless the same was listed before; its path.
-    ``paths``: of the first ones of ``count`` files, as many as have room.
-    """
+    """List files in a file of /lost+found, new unless listed before; returns its path. ``paths``:
+    as many of ``count`` files as fit."""
     now_ns = clock.kernel_ns()
     text, listed = bytearray(), 0
     for path in paths:

@@ -1,6 +1,4 @@
-"""Reports of the filesystem as dictionaries for JSON: an inode and where its parts lie, and the
-whole mount.
-"""
+"""Reports as dictionaries for JSON: an inode and its parts' places, and the mount."""
 
 import os
 import stat
@@ -49,9 +47,7 @@ _PARTS_THAT_FAIL = ("drain", "backup", "aging")
 
 
 async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[str, Any]:
-    """An inode, the form that its bytes are in, and where each part of them lies. ``file``: its
-    in-core state, if it has one.
-    """
+    """An inode, its form, and the place of each part. ``file``: its in-core state, if any."""
     ino = inode.ino
     info: dict[str, Any] = {
         "inode": ino,
@@ -137,9 +133,7 @@ def _part(servers: Servers, server: int, ino: int, oid: int, length: int) -> dic
 
 
 async def _shares(engine: Engine, oid: int) -> Counter[int]:
-    """How many bytes of an interleaved file are in each container, as they are stored, without
-    redundancy.
-    """
+    """Stored bytes of an interleaved file in each container, without redundancy."""
     shares = Counter[int]()
     start, end = keys.chunk_lists(oid)
     while start:
@@ -235,8 +229,8 @@ class MountStatus:
         return await walking.tell(self._store.engine, self._io, directory, cookie)
 
     async def tell(self, caller: CallerLike = ROOT) -> dict[str, Any]:
-        """A dictionary for JSON. Only root and the user of the daemon see paths of files, and why a
-        server fails, because the reason may name a path."""
+        """A dictionary for JSON. Only root and the daemon's user see paths, and reasons that may
+        name them."""
         store = self._store
         servers = await store.servers.status()
         edge = self._kernel.status()

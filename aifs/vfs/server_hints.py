@@ -1,7 +1,5 @@
-"""Hints that concern servers, scrubs and backups, on the root directory of the mount.
-
-``id`` of a server is the number within the role. Fields with a default may be left out.
-"""
+"""Hints about servers, scrubs and backups, on the root directory. A server's ``id`` is the number
+within its role. Fields with a default may be left out."""
 
 import json
 import logging
@@ -136,9 +134,8 @@ class ServerOrders:
         self.scrub.order(text)
 
     def back_up(self, text: str) -> None:
-        """Begin a backup, which setxattr(2) does not wait for: the kernel locks the directory
-        meanwhile. Raises Invalid.
-        """
+        """Begin a backup; setxattr(2) does not wait for it, because the kernel locks the directory.
+        Raises Invalid."""
         token, _, directory = text.partition(":")
         if directory and not os.path.isabs(directory):
             raise Invalid(f"backup: {directory!r} is not an absolute path")
@@ -163,8 +160,7 @@ class Settings:
         self._setters = setters
 
     def tell(self) -> dict[str, Any]:
-        """By key: ``value`` as one would write it, ``from`` where it is, and whether it
-        ``can_change`` now."""
+        """By key: ``value`` as written, ``from``, and whether it ``can_change`` now."""
         return {
             key: {"value": value, "from": origin, "can_change": key in self._setters}
             for key, value, origin in self._config.with_servers(self._servers.rows()).settings()

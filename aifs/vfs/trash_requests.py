@@ -1,7 +1,7 @@
-"""What users ask of the trash: what of theirs is in it, to have that back, or to be rid of it.
+"""Users' requests to the trash: to list what is theirs, to restore it, to be rid of it.
 
-An entry is *theirs* if they own the inode, or have removed it; root's is everything. Of others'
-entries nobody is told anything. A caller that restores an entry must be allowed to make its name.
+*Theirs* are entries of inodes that they own, or removed; root's are all. Others' entries are not
+shown. Restoring needs the right to make the name.
 """
 
 import json
@@ -29,8 +29,8 @@ from aifs.vfs.names import Names
 from aifs.vfs.quotas import QuotaTrees
 
 TOGETHER_S = 3600
-"""What was removed from a directory less than this before the directory itself comes back with it:
-``rm -r`` removes names first."""
+"""Seconds before a directory's removal from which removed entries return with it: ``rm -r`` removes
+names first."""
 
 _PAGE_BYTES = 32 << 10
 """Of what one answer tells; the kernel takes 64 KiB."""
@@ -58,8 +58,7 @@ class Restoring(NamedTuple):
     ino: int = 0
     """Its inode number; 0: the last one that had the path."""
     parent: int = 0
-    """The directory that it goes to; 0: the one that it lay in, or the nearest one above that is
-    still there."""
+    """The directory for it; 0: its own, or the nearest above that is left."""
     name: bytes = b""
     """Its name there; b"": the one that it had."""
 
@@ -85,8 +84,7 @@ class TrashRequests:
     # --- what is there ---
 
     async def tell(self, caller: CallerLike, cursor: int = 0) -> dict[str, Any]:
-        """Some of the entries that are the caller's, those first that go first, and the cursor of
-        the next ones (None: there are no more).
+        """Some of the caller's entries, the first to go first, and the next cursor (None: the end).
 
         Each as {"id", "path" (from the root of the mount; None if the caller may not find the way),
         "name", "type", "uid", "bytes" (None: not known yet), "removed_by", "removed_s", "until_s"}.
@@ -154,14 +152,13 @@ class TrashRequests:
     # --- restoring ---
 
     async def restore(self, wanted: Restoring, caller: CallerLike) -> Inode:
-        """Give back a name; the inode as it is now, whose parent tells where.
+        """Give an entry a name; returns the inode, whose parent tells where.
 
-        A directory has on return what was removed from it, or below, shortly before (TOGETHER_S),
-        and appears with all of it. A crash leaves it in the trash, or restored.
-        Where it was it counts for the quotas that there are now, and is not refused by any; so it
-        does elsewhere if the quota that it counted in is gone.
-        Raises NotFound, Exists, AccessDenied, NotPermitted, Busy (programs are in a directory that
-        rmdir(2) has removed), Invalid, CrossDevice (another project, elsewhere), ReadOnly.
+        A directory appears with all removed from it, or below, shortly before (TOGETHER_S); a crash
+        leaves it trashed or restored. In its place it counts in the present quotas, none of which
+        refuses it; elsewhere, too, if its own quota is gone. Raises NotFound, Exists, AccessDenied,
+        NotPermitted, Busy (programs are in a directory that rmdir(2) has removed), Invalid,
+        CrossDevice (another project, elsewhere), ReadOnly.
         """
         self._options.require_writable()
         entry = await self._engine.view(_find, wanted, caller)
@@ -194,8 +191,7 @@ class TrashRequests:
         return inode
 
     async def _gather(self, top: Entry, caller: CallerLike) -> None:
-        """Put back into a directory in the trash what was removed from it. What lies deepest comes
-        first, so that each directory is whole when it goes to the one above."""
+        """Put what was removed from a trashed directory back into it, deepest first."""
         since_ns = top.since_ns - TOGETHER_S * 10**9
         above = [top]
         found = {top.ino: await self._removed_from(top, since_ns, caller)}
@@ -220,8 +216,7 @@ class TrashRequests:
     async def _removed_from(
         self, directory: Entry, since_ns: int, caller: CallerLike
     ) -> list[Entry]:
-        """Of each name that was removed from a directory since, the last one that is the
-        caller's."""
+        """The caller's last entry of each name removed from a directory since."""
         newest: dict[bytes, Entry] = {}
         after: int | None = 0
         while after is not None:
@@ -238,8 +233,8 @@ class TrashRequests:
     # --- emptying ---
 
     async def empty(self, inos: Sequence[int], caller: CallerLike) -> int:
-        """Have these go for good, by inode number, or all that is the caller's; the bytes that come
-        back. Raises NotFound (one of them is not there, or not the caller's), ReadOnly."""
+        """Delete these, by inode number, or all of the caller's, for good; returns the bytes.
+        Raises NotFound (also for others' entries), ReadOnly."""
         self._options.require_writable()
         if inos:
             wanted: list[Entry] = []
@@ -265,8 +260,7 @@ def _own(tx: ReadTransaction, inos: Sequence[int], caller: CallerLike) -> list[E
 
 
 def _find(tx: ReadTransaction, wanted: Restoring, caller: CallerLike) -> Entry:
-    """The entry that is wanted. Raises Invalid, and NotFound: the same one for what is not in the
-    trash and for what is of others, whose names are not told."""
+    """The wanted entry. Raises Invalid, NotFound: the same for missing and for others' entries."""
     path = wanted.path.split(b"/")
     if not wanted.ino and any(name in (b"", b".", b"..") for name in path):
         raise Invalid(f"{wanted.path!r} is not a path below the directory")
@@ -286,7 +280,7 @@ def _find(tx: ReadTransaction, wanted: Restoring, caller: CallerLike) -> Entry:
 def _find_place(
     tx: ReadTransaction, entry: Entry, wanted: Restoring, caller: CallerLike
 ) -> tuple[Inode, bytes]:
-    """The directory and the name that an entry gets, which is free, and the caller's to make."""
+    """An entry's new directory and free name, the caller's to make."""
     if wanted.parent:
         home = namespace.get_directory(tx, wanted.parent)
     else:
@@ -303,7 +297,6 @@ def _find_place(
 def _restore(
     tx: Transaction, entry: Entry, wanted: Restoring, caller: CallerLike, cookie: int, now: int
 ) -> tuple[Inode, bytes]:
-    """The inode, and its name."""
     home, name = _find_place(tx, entry, wanted, caller)
     return restoring.restore(tx, entry, home.ino, name, cookie, now), name
 
@@ -311,7 +304,7 @@ def _restore(
 def _read_own(
     tx: ReadTransaction, directory: int, after: int, caller: CallerLike
 ) -> tuple[list[Entry], int | None]:
-    """Some entries of what lay in a directory, and where the next ones begin."""
+    """Some entries from a directory, and where the next begin."""
     found = restoring.removed_from(tx, directory, after, _SLICE)
     own = [
         entry
@@ -324,7 +317,7 @@ def _read_own(
 def _describe(
     tx: ReadTransaction, start: bytes, end: bytes, caller: CallerLike
 ) -> tuple[list[tuple[Entry, dict[str, Any]]], bytes]:
-    """Of the next entries the caller's, and where those behind them start."""
+    """The caller's among the next entries, and where the others start."""
     found: Turns = restoring.read_turns(tx, start, end, _SLICE)
     ways: dict[int, bytes | None] = {}
     told = []
@@ -355,7 +348,7 @@ _TYPES = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlin
 
 
 def _way_to(tx: ReadTransaction, directory: int, caller: CallerLike) -> bytes | None:
-    """The path of a directory, which may be in the trash; None if the caller may not find it."""
+    """A directory's path, maybe in the trash; None if the caller may not find it."""
     way = restoring.way_up(tx, directory)
     if (way[-1][0].parent if way else directory) != keys.ROOT_INO:
         return None

@@ -1,10 +1,8 @@
-"""Why something takes long: the waits of the requests about a file, or of a process, now, and how
-their seconds were spent in the last minutes (``user.aifs.why``); and the log line of a request that
-waits too long.
+"""Why something takes long: waits of requests about a file, or of a process, now and in the last
+minutes (``user.aifs.why``); and the log line of a slow request.
 
-Each activity knows its waits (core/waiting.py), and the operation log keeps those that have ended
-and took long. Users see their own requests, and drains of files that they may read; root and the
-user of the daemon see all.
+Each activity knows its waits (core/waiting.py); the operation log keeps long ended ones. Users see
+their own requests, and drains of readable files; root and the daemon's user see all.
 """
 
 import json
@@ -78,12 +76,11 @@ class Why:
 async def tell(
     log: OperationLog, engine: Engine, ino: int, caller: CallerLike, pid: int = 0
 ) -> dict[str, Any]:
-    """For JSON: ``pid`` (0: of all); ``now``, the requests in progress, the longest first, with
-    ``seconds``, ``waits_for`` (the newest wait first; []: the daemon works on it) and ``waited_us``
-    so far; ``since_s`` (of the epoch), and of those which have ended since then and took ``long_s``
-    at least: how many ``requests``, and the ``slowest``, as in the trace. ``seconds`` and
-    ``waited_s`` by cause are the sums of both. Of ``ino`` and all below; with ``pid`` of that
-    process alone."""
+    """For JSON: ``pid`` (0: all); ``now``, the requests in progress, longest first, with
+    ``seconds``, ``waits_for`` (newest first; []: the daemon works on it) and ``waited_us``;
+    ``since_s`` (epoch), and of ended ones of ``long_s`` or more: how many ``requests``, and the
+    ``slowest``, as in the trace. ``seconds`` and ``waited_s`` by cause sum both. Of ``ino`` and
+    below; with ``pid``, that process."""
     running = [(about, activity) for activity, _ in under_way() if (about := activity.about)]
     since_s, ended = log.long()
     if pid:
@@ -131,7 +128,6 @@ def _may_know(request: Request, caller: CallerLike) -> bool:
 
 
 def _so_far(about: Request, activity: Activity) -> tuple[Record, list[str]]:
-    """The request as if it ended now, and its waits. The process is that of the calling thread."""
     duration_ns = time.perf_counter_ns() - activity.began_ns
     waited_us = {cause: ns // 1000 for cause, ns in activity.spent_ns().items()}
     about = about._replace(pid=process_of(about.pid))
@@ -140,7 +136,6 @@ def _so_far(about: Request, activity: Activity) -> tuple[Record, list[str]]:
 
 
 def _fitting(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first of them."""
     length, found = 0, []
     for one in told:
         length += len(json.dumps(one))
@@ -151,8 +146,8 @@ def _fitting(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def watch_slow(engine: Engine, after_s: Callable[[], float]) -> None:
-    """Log each request once that has not been answered for ``after_s()`` (0: none), with the stacks
-    of its tasks. Runs until cancelled."""
+    """Log each request unanswered for ``after_s()`` (0: none) once, with its tasks' stacks. Runs
+    until cancelled."""
     said: set[Activity] = set()
     while True:
         await trio.sleep(_LOOK_S)

@@ -26,8 +26,8 @@ class ExtendedAttributes:
         self._hints = hints
 
     async def get(self, ino: int, name: bytes, caller: CallerLike = ROOT) -> bytes:
-        """getxattr(2). Raises NoAttribute, and of hints what these raise. What is virtual has none:
-        why it was refused its directory tells."""
+        """getxattr(2). Raises NoAttribute, and errors of hints. Virtual files have none: their
+        directory tells why they were refused."""
         if ino >= FIRST_VIRTUAL:
             raise NoAttribute()
         if name.startswith(hints.PREFIX):
