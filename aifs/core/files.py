@@ -151,7 +151,7 @@ def read_into(fd: int, buffer: memoryview, offset: int) -> int:
 
 def read_cached(fd: int, buffer: memoryview, offset: int) -> int:
     """Fill what the page cache has, perhaps nothing; waits for no device, nor hook (then it has
-    nothing). Raises OSError, EOPNOTSUPP if the filesystem cannot promise that."""
+    nothing). Raises OSError (EOPNOTSUPP) if the filesystem cannot promise that."""
     if _hook is not None:
         return 0
     try:

@@ -1,8 +1,7 @@
 """The pyfuse3 adapter: turns kernel requests into calls of vfs and its answers into replies.
-Nothing else does.
 
-Importing this package loads the bridge (bridge.c), if it has been built: before pyfuse3, and with
-symbols that pyfuse3 can see, so that pyfuse3 mounts through it. ``bridge.py`` says why.
+Importing it loads the bridge (bridge.c), if built, before pyfuse3, which then mounts through it:
+see ``bridge.py``.
 """
 
 import importlib

@@ -30,14 +30,11 @@ from aifs.meta.memtable import Writes
 _log = logger(__name__)
 
 HANDLE_BITS = 33
-"""An open file is answered as ``backing << HANDLE_BITS | handle``; the kernel then sends the handle
-alone.
-"""
+"""An open file's reply is ``backing << HANDLE_BITS | handle``; the kernel returns the handle."""
 
 PREFERRED_IO = 64 << 10
-"""st_blksize: what stdio and Python's open() buffer by. Each write is a round trip, so more than a
-page.
-"""
+"""st_blksize: the buffers of stdio and Python's open(). A write is a round trip: more than a
+page."""
 
 # Features of the kernel (flags of INIT in <linux/fuse.h>) that pyfuse3 does not ask for.
 DONT_MASK = (
@@ -60,9 +57,9 @@ WANTED = (
     | HANDLE_KILLPRIV_V2
     | PASSTHROUGH
 )
-"""Not DIRECT_IO_ALLOW_MMAP: a file that the kernel opens without caching it cannot be mapped with
-MAP_SHARED then. Such a file is changed by another host, so a mapping, as of a WAL of SQLite, would
-show an older state; or it may only be appended to."""
+"""Not DIRECT_IO_ALLOW_MMAP: then uncached files cannot be mapped with MAP_SHARED. Another host
+changes such a file, so a mapping, as of a WAL of SQLite, would show an older state; or it is
+append-only."""
 
 LOCKS = 1 << 1 | 1 << 10
 """fcntl(2) and flock(2) locks come to us; else the kernel has them, on this host alone."""
@@ -80,8 +77,8 @@ _READ = struct.Struct("=QI4x")  # struct read_units
 _OPCODES, _FRESH, _ACLS, _TOLD, _SHARED = 64, 4096, 1 << 20, 1 << 23, 1024
 
 _EXPIRE_ENTRY = struct.Struct("=IiQQII")
-"""FUSE_NOTIFY_INVAL_ENTRY (3) with FUSE_EXPIRE_ONLY (1; kernel 6.2 or later): length, code, 0,
-directory, length of the name, flag; and the name, with a zero behind it."""
+"""FUSE_NOTIFY_INVAL_ENTRY (3) with FUSE_EXPIRE_ONLY (1; kernel 6.2): length, code, 0, directory,
+length of the name, flag; then the name and a zero."""
 
 ALL_COST = (
     "files are not passed through to the burst tier; "
@@ -105,8 +102,8 @@ UNKNOWN = 2**64 - 1
 
 
 class KeptName(NamedTuple):
-    """What the kernel may keep of a name: the inode that it leads to (0: that there is none), and
-    until when on the monotonic clock (0: it keeps nothing)."""
+    """A name's inode (0: none) that the kernel may keep, and until when on the monotonic clock (0:
+    not)."""
 
     ino: int
     until_ns: int
@@ -176,21 +173,19 @@ def reply(unique: int, number: int, data: bytes) -> None:
 
 
 def listing_reply(listing: Listing, size: int, are_kept: bool) -> tuple[bytes, int]:
-    """The answer to READDIRPLUS with as many of the entries as fit into ``size``, and how many that
-    is. ``are_kept``: the kernel may keep the names, else the attributes alone. If these are the
-    last ones, it asks for entries behind them only if a name is added.
-    """
+    """The answer to READDIRPLUS with the entries that fit into ``size``, and their number.
+    ``are_kept``: the kernel may keep names, else attributes alone. After the last ones it asks
+    again only if a name is added."""
     return extension.listing(
         listing.entries, listing.inodes, listing.unkept, size, are_kept, listing.is_last
     )
 
 
 class Bridge:
-    """The bridge of the next mount, if it can be used and is wanted: ``in_use`` says so once that
-    is mounted.
+    """The bridge of the next mount, if usable and wanted; ``in_use`` is known once mounted.
 
-    It is the ``Passthrough`` of vfs. Made before pyfuse3 mounts, because that is when the bridge
-    steps in. Raises MountError if it cannot be loaded and is not switched off.
+    It is the ``Passthrough`` of vfs, made before pyfuse3 mounts. Raises MountError if it cannot be
+    loaded and is not switched off.
     """
 
     def __init__(
@@ -230,14 +225,12 @@ class Bridge:
 
     @property
     def passes_through(self) -> bool:
-        """Whether the kernel passes files through for us; known when the mount has answered a
-        request.
-        """
+        """Whether the kernel passes files through; known after the mount's first answer."""
         return self.in_use and bool(self._state.granted & PASSTHROUGH) and may_pass_through()
 
     def keep(self, kept: KeptMount) -> None:
-        """Put the state of the next mount where it outlives this daemon. If ``kept`` has a mount
-        of an earlier daemon, go on with that."""
+        """Put the next mount's state where it outlives this daemon, or go on with that of an
+        earlier one."""
         kept.begin(self.unique)
         extension.keep(kept.table, kept.device if kept.is_taken else -1)
 
@@ -248,8 +241,8 @@ class Bridge:
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether the kernel sends requests again that a daemon has not answered; known when the
-        mount has answered a request."""
+        """Whether the kernel repeats unanswered requests of a daemon; known after the first
+        answer."""
         return self.in_use and bool(self._state.offered & HAS_RESEND)
 
     def unique(self) -> int:
@@ -269,9 +262,8 @@ class Bridge:
         self._state.device = -1
 
     def attach(self, fd: int) -> int:
-        """A backing id for an open file. Raises OSError: EPERM, ELOOP (its filesystem is a stacked
-        one), ...
-        """
+        """A backing id for an open file. Raises OSError: EPERM, ELOOP (a stacked filesystem),
+        ..."""
         return self._ioctl(_BACKING_OPEN, _BACKING_MAP.pack(fd))
 
     def detach(self, backing: int) -> None:
@@ -336,17 +328,14 @@ class Bridge:
         self._state.sees_all = on
 
     def be_sure_until(self, until_s: float) -> None:
-        """From then on, in seconds of CLOCK_BOOTTIME, the records known here may be old, so each
-        request that Python can answer comes to Python, which asks the database. Until this is
-        called they never are.
-        """
+        """From then on (s, CLOCK_BOOTTIME) records here may be old: Python answers what it can, by
+        the database. Never before the first call."""
         self._state.sure_until_ns = max(1, int(until_s * 10**9))
 
     def expire_name(self, parent: int, name: bytes) -> None:
-        """From now on the kernel looks the name up anew. If it leads where it led, programs that
-        use the file, and mounts at it, notice nothing. Blocks while a program holds
-        the directory's lock. Raises OSError, FileNotFoundError if the kernel does not know it.
-        """
+        """Have the kernel look the name up anew; programs and mounts notice only changes. Blocks
+        while a program holds the directory's lock. Raises OSError, FileNotFoundError if the kernel
+        does not know it."""
         length = _EXPIRE_ENTRY.size + len(name) + 1
         head = _EXPIRE_ENTRY.pack(length, 3, 0, parent, len(name), 1)
         os.write(self._state.device, head + name + b"\0")
@@ -360,8 +349,7 @@ class Bridge:
 
     @property
     def keeps_account(self) -> bool:
-        """Whether the bridge records what the kernel keeps of names: only with a bridge, and only
-        where there are other hosts."""
+        """Whether the bridge records names kept by the kernel: only with other hosts."""
         return self.in_use and self._state.granted & LOCKS == LOCKS
 
     def drop_name(self, parent: int, name: bytes, kept: KeptName) -> None:
@@ -374,58 +362,46 @@ class Bridge:
         self._state.shared[ino % _SHARED] = ino
 
     def kill_privileges(self) -> bool:
-        """Whether the request read last owes the clearing of set-id bits. Ask before anything is
-        awaited.
-        """
+        """Whether the last request read has to clear set-id bits. Ask before any await."""
         return bool(self._state.kill_privileges)
 
     def appends(self) -> bool:
-        """Whether the WRITE read last is of a file that is open with O_APPEND: its offset is where
-        the kernel takes the file's end to be. Ask before anything is awaited.
-        """
+        """Whether the last WRITE read has O_APPEND: its offset is the end for the kernel. Ask
+        before any await."""
         return bool(self._state.appends)
 
     def last_request(self) -> tuple[int, int, int]:
-        """Inode, uid and pid of the request read last; 0, -1 and -1 where nobody knows. Ask before
-        anything is awaited.
-        """
+        """Inode, uid and pid of the last request read; 0, -1 and -1 if unknown. Ask before any
+        await."""
         state = self._state
         return (state.nodeid, state.uid, state.pid) if self.in_use else (0, -1, -1)
 
     def note_acl(self, ino: int) -> None:
-        """Before the kernel is told of an inode with an ACL, or an ACL is set: it may ask for
-        it.
-        """
+        """Note an inode with an ACL, before the kernel hears of it or an ACL is set: it may ask."""
         byte, bit = divmod(ino % _ACLS, 8)
         self._state.acls[byte] |= 1 << bit
 
     def was_told(self, ino: int) -> bool:
-        """Whether the kernel may know the inode: it, its names if it is a directory, or its
-        listing. Where there are no other hosts nobody keeps account of that.
-        """
+        """Whether the kernel may know the inode, its names, or its listing. Not recorded with one
+        host."""
         if self._state.granted & LOCKS != LOCKS or ino == ROOT_INO:
             return True
         byte, bit = divmod(ino % _TOLD, 8)
         return bool(self._state.told[byte] & 1 << bit)
 
     def begin_directory(self, ino: int) -> None:
-        """An inode that does not exist yet may become a directory, of which all names pass
-        ``note_records``.
-        """
+        """A new inode may become a directory, whose names all pass ``note_records``."""
         self._state.fresh[ino % _FRESH] = ino
 
     def note_records(self, writes: Writes, _: int) -> None:
-        """A transaction has changed these records of the metadata store. The kernel asks for the
-        attributes of directories among them next, and the bridge answers that by itself.
-        """
+        """A transaction has changed these records; the bridge answers the kernel's next requests
+        for directories' attributes."""
         if extension is not None:
             extension.note_records(writes)
 
     def status(self) -> dict[str, object]:
-        """For ``aifs status``: whether it is in use, how many requests of each opcode the kernel
-        has sent, how many of them the bridge has answered, and how many bytes of files were in
-        these answers.
-        """
+        """For ``aifs status``: whether it is in use, the kernel's requests by opcode, those that
+        the bridge has answered, and bytes of files in these."""
         requests, answered = (
             {
                 str(opcode): told[place]
@@ -442,9 +418,8 @@ class Bridge:
         }
 
     def missing(self) -> list[MissingPart]:
-        """The parts that are not in use, of a mount that has answered a request. A part that was
-        switched off is left out, except locks over hosts, which no program may take for granted.
-        """
+        """Unused parts of an answering mount, without switched-off ones, except locks over
+        hosts."""
         if self._kernel.bridge == "off":
             fix = "set kernel.bridge to auto"
             part = MissingPart("locking over hosts", "kernel.bridge is off", LOCKS_COST, fix)
@@ -490,9 +465,7 @@ def _first(found: bytes) -> Lent | None:
 
 
 def may_pass_through(status: str | None = None) -> bool:
-    """Whether this process has CAP_SYS_ADMIN in its effective set (``status``: text of a
-    /proc/PID/status).
-    """
+    """Whether this process has CAP_SYS_ADMIN effective (``status``: of a /proc/PID/status)."""
     lines = (Path("/proc/self/status").read_text() if status is None else status).splitlines()
     effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
     return bool(effective >> _CAP_SYS_ADMIN & 1)

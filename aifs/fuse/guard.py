@@ -1,10 +1,9 @@
 """A process that ends the mount's connection when the daemon has died, or, as its keeper, goes on
 with it. Touches fusectl and one child process.
 
-Killing a process ends its connection, unless one of its threads waits in the kernel meanwhile, as
-those that send invalidations may: for a lock that a program holds until it gets an answer from the
-process that was killed. The guard has no descriptor of the connection, so nothing keeps it from
-ending that, nor is it in the way of anything.
+A killed process ends its connection, unless a thread waits in the kernel, as senders of
+invalidations may: for a lock held by a program that waits for the killed process. The guard,
+without descriptor of the connection, can end it.
 """
 
 import json
@@ -40,8 +39,8 @@ class KeeperOrders:
 
     kept: KeptMount
     again: Sequence[str]
-    """The command that starts the next daemon; behind it come the descriptors of the mount and of
-    what is kept, with a colon between."""
+    """The command that starts the next daemon, before the descriptors of the mount and of what is
+    kept, with a colon between."""
     tries: int
     """How many daemons in a row may die before they serve."""
     log: str
@@ -49,12 +48,9 @@ class KeeperOrders:
 
 
 class Guard:
-    """Guards the mount at ``mountpoint`` from ``with`` on; at its end the connection is aborted in
-    any case.
-
-    Made by the main thread, when the mount has been made. ``keeping``: by the keeper, which starts
-    the next daemon. The mount of another daemon has one already.
-    """
+    """Guards the mount at ``mountpoint`` in the block, and then aborts the connection. Made by the
+    main thread, after the mount. ``keeping``: by the keeper, which starts the next daemon; a kept
+    mount has one."""
 
     def __init__(self, mountpoint: str, keeping: KeeperOrders | None = None) -> None:
         self._fd: int | None = None
@@ -91,7 +87,7 @@ class Guard:
 
 
 def _start_keeper(keeping: KeeperOrders, abort: int, device: int) -> None:
-    """It ends by itself when the mount has ended."""
+    """It ends with the mount."""
     kept = keeping.kept
     told = {
         "device": kept.device,

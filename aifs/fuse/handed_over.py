@@ -1,6 +1,4 @@
-"""Requests that pyfuse3 does not know, handed over by the bridge: each is answered by a task of its
-own.
-"""
+"""Requests that pyfuse3 does not know, from the bridge: a task answers each."""
 
 import errno
 import fcntl
@@ -138,9 +136,8 @@ Reply = Callable[[int, int, bytes], None]
 
 
 class HandedOver:
-    """Takes requests from the bridge (``take``) and answers them, from tasks in the nursery that it
-    was told to serve in before the first request is read.
-    """
+    """Takes requests from the bridge (``take``), and answers from tasks in the nursery set before
+    the first."""
 
     def __init__(
         self, fs: Filesystem, scheduler: Scheduler, reply: Reply, kernel: KernelConfig
@@ -178,9 +175,8 @@ class HandedOver:
     def take(
         self, opcode: int, unique: int, nodeid: int, caller: tuple[int, int, int], body: bytes
     ) -> bool:
-        """A request of the kernel. Returns at once, True if it will be answered (INTERRUPT: if it
-        was one of ours).
-        """
+        """Take a request. Returns at once, True if it will be answered (INTERRUPT: if it was
+        ours)."""
         if opcode == INTERRUPT:
             (interrupted,) = _UNIQUE.unpack_from(body)
             if (scope := self._running.get(interrupted)) is not None:
@@ -199,9 +195,8 @@ class HandedOver:
         return True
 
     def _answer_at_once(self, opcode: int, unique: int, nodeid: int, body: bytes) -> bool:
-        """Whether it could be answered without suspending, as most locks can by their home: a task
-        would cost ten times as much. While the operation log is on, all requests are tasks.
-        """
+        """Answer without suspending, as most locks allow at home: a task costs ten times as much.
+        Whether it did; not while the operation log is on."""
         if self._fs.operation_log.is_on:
             return False
         number, begin_ns = 0, time.perf_counter_ns()
@@ -252,7 +247,7 @@ class HandedOver:
         return _IOCTL_REPLY.pack(0, 0, 0, 0) + data
 
     async def _flags(self, ino: int, request: int, body: bytes) -> bytes:
-        """The ioctls of chattr(1) and lsattr(1). The kernel has checked the rights."""
+        """The ioctls of chattr(1) and lsattr(1); the kernel has checked rights."""
         if request in (_SETFLAGS, _FSSETXATTR):
             argument = _FLAGS if request == _SETFLAGS else _FSXATTR
             if len(body) < _IOCTL.size + argument.size:
@@ -401,14 +396,13 @@ class HandedOver:
         return is_locked
 
     def _drop_size(self, ino: int) -> None:
-        """The owner of a lock sees all that was written under it before. If a file is written by
-        way of another host, the kernel may have an older size from a listing."""
+        """Drop a size that the kernel may have from an older listing: a lock's owner sees all
+        writes under it before, also by way of other hosts."""
         if self._fs.is_joined(ino):
             self._fs.kernel.drop_attributes(ino)
 
     def _lock(self, ino: int, body: bytes) -> tuple[int, int, Lock]:
-        """The handle, the space, and the lock that a request is about. Raises NotSupported for
-        a virtual file."""
+        """Handle, space, and lock of a request. Raises NotSupported for a virtual file."""
         if ino >= FIRST_VIRTUAL:
             raise NotSupported("it is no file on record")
         handle, owner, start, end, kind, pid, flags = _LOCK.unpack_from(body)

@@ -1,10 +1,8 @@
-"""Have the kernel ask again for names and attributes that it keeps. Touches pyfuse3's
-notifications.
+"""Have the kernel ask again for names and attributes, by pyfuse3's notifications.
 
-An invalidation may wait in the kernel, and nothing can interrupt it: for the lock of a directory,
-which a program holds until we answer its request, or for an inode that is on its way out. So worker
-threads send them, which nothing else waits for without a limit. The connection stays open while one
-of them waits, also when this process is killed; ``guard`` ends it then.
+An invalidation may wait in the kernel, uninterruptibly: for a directory's lock, held by a program
+until we answer, or an inode on its way out. So worker threads send them, with limited waits for
+these. The connection stays open meanwhile, also if this process is killed; ``guard`` ends it then.
 """
 
 import errno
@@ -29,19 +27,15 @@ FORGET_S = 1.0
 """How long an answer waits until the kernel has forgotten names."""
 
 LOCKED_S = 0.005
-"""How long attributes wait behind names. The lock of a directory may be held by a request of ours
-that waits for another host, which waits for us.
-"""
+"""How long attributes wait behind names: a directory's lock may be held by our request for another
+host, which waits for us."""
 
 _AT_ONCE = 16
-"""Threads that may wait in the kernel; the invalidations of one directory keep no other ones
-waiting.
-"""
+"""Threads that may wait in the kernel, so that directories do not hold up one another."""
 
 
 class KernelCache(Kernel):
-    """Invalidations that may wait run in a nursery while requests are read (``serving``); there is
-    nothing to invalidate before and afterwards."""
+    """Invalidations that may wait run in a nursery (``serving``); none is needed outside."""
 
     def __init__(self, kept: KeptState | None = None) -> None:
         super().__init__(kept)
@@ -92,11 +86,9 @@ class KernelCache(Kernel):
         }
 
     def drop_attributes(self, ino: int) -> None:
-        """Have the kernel ask again for the attributes of ``ino``, from now on.
-
-        Only while the kernel waits for an answer about this inode: then the inode cannot be on its
-        way out of the kernel's cache, which this call would wait for.
-        """
+        """Have the kernel ask again for the attributes of ``ino``. Only while it waits for an
+        answer about this inode: so that is not on its way out of its cache, for which this would
+        wait."""
         self._send(pyfuse3.invalidate_inode, ino, True)
 
     def drop_attributes_soon(self, inos: Iterable[int]) -> None:
@@ -104,26 +96,19 @@ class KernelCache(Kernel):
         self._start([(pyfuse3.invalidate_inode, ino, True) for ino in inos])
 
     def drop_name_soon(self, parent: int, name: bytes) -> None:
-        """Have the kernel look ``name`` up anew, and list its directory anew, soon.
-
-        For requests that the kernel holds the directory's lock for: it goes out when they have been
-        answered.
-        """
+        """Have the kernel look ``name`` up, and list its directory, anew, once requests that hold
+        the directory's lock are answered."""
         self._start(_of_names([(parent, name)], pyfuse3.invalidate_entry))
 
     async def look_up_anew(self, names: Iterable[tuple[int, bytes]]) -> None:
-        """Like ``forget_names``, except that a file which is in use, and a mount at it, stay until
-        the kernel has looked the name up, and found that it leads elsewhere."""
+        """``forget_names``, except that a used file, and a mount at it, stay until a lookup leads
+        elsewhere."""
         await self._notify(list(names), self._expire)
 
     async def forget_names(self, names: Iterable[tuple[int, bytes]]) -> None:
-        """Have the kernel look these names (parent, name) up anew, and list their directories anew,
-        from now on.
-
-        Waits for requests that hold a directory's lock, but not for long: one of them may be
-        waiting for a lock that the kernel holds for the request that we are answering. Then it
-        happens when they have been answered.
-        """
+        """Have the kernel look these names (parent, name) up, and list their directories, anew.
+        Waits for requests that hold a directory's lock, but not for long, because one may wait for
+        the request that we are answering; then it happens after that."""
         await self._notify(list(names), pyfuse3.invalidate_entry)
 
     async def _notify(self, names: list[tuple[int, bytes]], notify: Callable[..., None]) -> None:
@@ -173,7 +158,7 @@ class KernelCache(Kernel):
         return known
 
     def _kept(self, names: Mapping[tuple[int, bytes], int]) -> dict[tuple[int, bytes], KeptName]:
-        """Those of these names that may lead elsewhere for the kernel, which are on record."""
+        """Recorded names among these that may lead elsewhere for the kernel."""
         bridge = self._bridge
         if bridge is None:
             return {}
@@ -189,8 +174,7 @@ class KernelCache(Kernel):
             self._bridge.drop_name(parent, name, kept)
 
     def _forget_name(self, parent: int, name: bytes, kept: KeptName | None) -> None:
-        """Blocks. Of a name that the kernel does not know to lead somewhere nothing else has to
-        go."""
+        """Blocks. For an unknown name nothing else goes."""
         if kept is not None and kept.ino == 0:
             self._expire(parent, name)
         else:
@@ -234,7 +218,7 @@ class KernelCache(Kernel):
     def _start(
         self, notifications: list[tuple[Any, ...]], known: set[int] | None = None
     ) -> trio.Event:
-        """The event is set when the kernel has them all. ``known``: gets inodes that it knows."""
+        """The event is set when the kernel has them. ``known``: gets inodes that it knows."""
         done = trio.Event()
         if self._nursery is None or not notifications:
             done.set()
@@ -254,7 +238,7 @@ class KernelCache(Kernel):
             done.set()
 
     def _send_all(self, notifications: list[tuple[Any, ...]], known: set[int]) -> None:
-        """Blocks. The thread may outlive the mount, whose end waits for no thread."""
+        """Blocks. The thread may outlive the mount."""
         for notify, ino, *what in notifications:
             if self._nursery is None:
                 return
@@ -278,7 +262,7 @@ class KernelCache(Kernel):
 def _of_names(
     names: Sequence[tuple[int, bytes]], notify: Callable[..., None]
 ) -> list[tuple[Any, ...]]:
-    """A name that the kernel does not know leaves its directory alone, so both are sent."""
+    """An unknown name leaves its directory alone: both are sent."""
     entries = [(notify, parent, name) for parent, name in names]
     return entries + [
         (pyfuse3.invalidate_inode, parent) for parent in {parent for parent, _ in names}

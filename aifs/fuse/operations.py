@@ -1,9 +1,7 @@
-"""The FUSE edge: each handler turns one request into one call of the filesystem and its answer into
-a reply.
+"""The FUSE edge: each handler turns one request into one call of the filesystem, and back.
 
-Nothing is decided here. Errors pass one choke point (``answers``), because an exception that
-reaches pyfuse3 would end the mount. Permissions are checked by the kernel (default_permissions), so
-there is no access handler.
+Nothing is decided here. Errors pass one choke point (``answers``): an exception in pyfuse3 would
+end the mount. The kernel checks permissions (default_permissions).
 """
 
 import errno
@@ -47,9 +45,7 @@ NAMELESS = b"/"
 """The name that the bridge has the kernel create for O_TMPFILE; no file can be called so."""
 
 LAST_DOT = 2
-"""The place of ``..`` in a listing. ``.`` is at 1, and the entry that the filesystem has at
-``cookie`` is at ``cookie + 1``.
-"""
+"""The place of ``..``. ``.`` is at 1, and the entry with ``cookie`` at ``cookie + 1``."""
 
 LONG_NS = round(operation_log.LONG_S * 1e9)
 
@@ -57,12 +53,9 @@ Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
 def answers(handler: Handler) -> Handler:
-    """Answer an FsError with its errno; log another exception, and answer EIO.
-
-    It also counts requests in progress, so that background work can yield to them, and records how
-    long each took. Each request is an activity that reports its waits (core/waiting.py). The
-    operation log keeps it if a program reads the log, or if it took long.
-    """
+    """Answer an FsError with its errno; log another exception, and answer EIO. Also count requests
+    in progress, for background work to yield, and record times. Each request is an activity with
+    waits (core/waiting.py); the operation log keeps it if read, or if it is long."""
     operation = handler.__name__
     parameters = [*inspect.signature(handler).parameters][1:]
     names_caller = "ctx" in parameters or "caller" in parameters
@@ -111,9 +104,8 @@ def answers(handler: Handler) -> Handler:
 
 
 def asked(operation: str, parameters: Sequence[str] | None, *args: Any) -> Request | None:
-    """Describe a request for the operation log by the names and values of its arguments. Without
-    names the first value is inode, uid and pid. None if the request reads the log.
-    """
+    """A request for the operation log, by its arguments' names and values. Without names the first
+    is inode, uid and pid. None if it reads the log."""
     if parameters is None:
         ino, uid, pid = args[0]
         return Request(operation, ino, uid=uid, pid=pid)
@@ -156,9 +148,7 @@ def fill(entry: EntryAttributes, inode: Inode) -> EntryAttributes:
 
 
 def file_info(opened: Opened) -> FileInfo:
-    """The reply to an open. It keeps the kernel's cached pages, unless another host has changed the
-    file.
-    """
+    """The reply to an open; keeps the kernel's pages, unless another host has changed the file."""
     return FileInfo(
         opened.backing << HANDLE_BITS | opened.handle,
         direct_io=opened.direct,
@@ -167,9 +157,7 @@ def file_info(opened: Opened) -> FileInfo:
 
 
 def _kept_time(time_ns: int) -> int:
-    """The nearest time that an inode can hold: years 1677 to 2262. ext4 cuts times to its own
-    range, too.
-    """
+    """The nearest time for an inode: years 1677 to 2262; ext4 cuts times, too."""
     return max(-(1 << 63), min(time_ns, (1 << 63) - 1))
 
 
@@ -190,12 +178,10 @@ def changes(attr: EntryAttributes, fields: SetattrFields, kill_privileges: bool)
 class Operations(pyfuse3.Operations):
     """pyfuse3's handlers over one open Filesystem.
 
-    ``kill_privileges()`` tells whether the request read last owes the clearing of set-id bits,
-    where the kernel leaves that to us; so it is called before a handler awaits anything.
-    ``note_acl(ino)`` is called for each inode with an ACL before the kernel hears of it.
-    ``appends()``: likewise, whether it is a write with O_APPEND.
-    ``last_request()``: inode, uid and pid of that request, for those that name a handle alone.
-    ``synchronous``: of a mount with the option sync.
+    Called before a handler awaits: ``kill_privileges()``, whether the request has to clear set-id
+    bits; ``appends()``, whether it is a write with O_APPEND; ``last_request()``, its inode, uid and
+    pid. ``note_acl(ino)`` comes before the kernel hears of an inode with an ACL. ``synchronous``: a
+    mount with the option sync.
     """
 
     enable_acl = True
@@ -230,8 +216,8 @@ class Operations(pyfuse3.Operations):
         self._unkept.entry_timeout = 0
 
     async def answer_again(self, operation: str, handler: Any, args: Any, done: Done) -> Any:
-        """The answer to a request that an earlier daemon has done, and the kernel has sent again
-        because it has not got that daemon's answer."""
+        """The answer to a request that an earlier daemon did, repeated by the kernel without that
+        answer."""
         assert self.kept is not None
         match operation, args:
             case (("unlink" | "rmdir" | "removexattr"), _):

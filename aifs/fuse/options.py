@@ -1,8 +1,7 @@
 """Mount options: the words of ``-o`` besides configuration keys. Pure; imports no FUSE binding.
 
-Each option is one of four things: passed on to the kernel, answered here, meant for mount(8) and
-fstab alone (understood and ignored), or a configuration key by its dotted path. Anything else is
-refused by name.
+An option goes to the kernel, is answered here, is for mount(8) and fstab alone (ignored), or is a
+configuration key by its dotted path. Others are refused by name.
 """
 
 from collections.abc import Collection, Iterable
@@ -49,12 +48,8 @@ _REPEATED_PREFIXES = ("user_id=", "group_id=", "max_read=", "blksize=", "uhelper
 
 @dataclass(frozen=True)
 class MountOptions:
-    """The options of a mount. ``fuse_options`` go to libfuse as they are (``nodev``,
-    ``noatime``).
-
-    ``atime`` is ``noatime``, ``relatime`` or ``strictatime``. ``remount`` asks to change a mount
-    that is there.
-    """
+    """A mount's options. ``fuse_options`` go to libfuse (``nodev``, ``noatime``). ``atime``:
+    ``noatime``, ``relatime`` or ``strictatime``. ``remount``: change a mount that is there."""
 
     read_only: bool = False
     allow_other: bool = False
@@ -66,11 +61,11 @@ class MountOptions:
 def parse(
     items: Iterable[str], config_keys: Collection[str], privileged: bool, sloppy: bool = False
 ) -> tuple[MountOptions, dict[str, str]]:
-    """Mount options and configuration overrides from the ``-o`` arguments; the last one wins.
+    """Mount options and configuration overrides from ``-o`` arguments; the last wins.
 
-    A ``privileged`` (root's) mount starts from ``allow_other``, and from ``dev`` and ``suid``, as
-    mount(8) does for every filesystem. Unknown options raise ConfigError, or are ignored when
-    ``sloppy``; wrong dotted keys are left to the configuration, which refuses them.
+    A ``privileged`` (root's) mount starts from ``allow_other``, ``dev`` and ``suid``, as with
+    mount(8). Unknown options raise ConfigError, unless ``sloppy``; the configuration refuses wrong
+    dotted keys.
     """
     given = [option for item in items for option in item.split(",") if option]
     remount = "remount" in given

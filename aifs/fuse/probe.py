@@ -1,9 +1,7 @@
-"""The checks of ``aifs doctor``: which of the things that make a mount fast are there, which are
-missing, and the remedy.
+"""The checks of ``aifs doctor``: what makes a mount fast, what is missing, and the remedy.
 
-``look`` reads the facts from this machine and process, ``judge`` makes checks of them (pure),
-``probe`` does both. They hold for a mount that this user would make now; a running mount reports
-itself what it has in use (``in_use``).
+``look`` reads facts of machine and process, ``judge`` checks them (pure), ``probe`` does both, for
+a mount by this user now; a running mount reports itself (``in_use``).
 """
 
 import ctypes
@@ -30,9 +28,7 @@ _STACKED = ("overlay", "ecryptfs", "aufs", "fuse")
 
 
 class DoctorLine(NamedTuple):
-    """One line of the doctor. ``in_use``: of the running mount; None if there is none or it cannot
-    say.
-    """
+    """One line of the doctor. ``in_use``: the running mount's, or None."""
 
     name: str
     ok: bool
@@ -73,9 +69,7 @@ class Facts:
 def probe(
     config: Config, mountpoint: str | None = None, in_use: Mapping[str, Any] | None = None
 ) -> list[DoctorLine]:
-    """The checks for a mount of ``config``; ``in_use``: "bridge" of the status of the mount
-    there.
-    """
+    """Checks for a mount of ``config``; ``in_use``: "bridge" of the running mount's status."""
     return judge(look(config.burst.directories, mountpoint), config, in_use or {})
 
 
@@ -179,7 +173,7 @@ def _burst_directory(path: str, kind: str, in_use: bool | None) -> DoctorLine:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (6, 18) of "6.18.44-generic". () if there are none."""
+    """The leading numbers: (6, 18) of "6.18.44-generic"; () for none."""
     match = re.match(r"(\d+)\.(\d+)", text)
     return tuple(map(int, match.groups())) if match else ()
 
@@ -209,7 +203,7 @@ def _filesystem_of(path: str) -> str:
 
 
 def _libfuse() -> tuple[str, bool]:
-    """Version of the libfuse that pyfuse3 uses, and whether the bridge can step in."""
+    """Version of pyfuse3's libfuse, and whether the bridge can step in."""
     import pyfuse3  # loads libfuse: only if asked
 
     library: Any = ctypes.CDLL(pyfuse3.__file__)
@@ -225,7 +219,7 @@ def _read_ahead(mountpoint: str) -> int | None:
 
 
 def _read(path: str) -> str:
-    """The text of a file; '' if it cannot be read."""
+    """The text of a file; '' if unreadable."""
     try:
         return Path(path).read_text(errors="surrogateescape")
     except OSError:

@@ -1,14 +1,11 @@
-"""How the daemon waits for the kernel's next request. Touches pyfuse3's scheduler hook and trio.
+"""How the daemon waits for the kernel's next request, by pyfuse3's scheduler hook and trio.
 
-A client that waits for an answer sends its next request some microseconds after it got one.
-Sleeping in epoll until then costs two wake-ups of an idle processor and two passes of the
-scheduler, several times what answering costs. So after a request the reading task looks again for a
-short while before it sleeps (as network stacks and hypervisors do: busy polling). It does so only
-while that pays: when the wait before was short, when no request waits for a worker thread (the
-thread would want the interpreter), and when there is a second processor.
-
-pyfuse3 takes its scheduler from its module attribute ``trio``; that is how its asyncio mode
-replaces it. ``install`` puts ``Scheduler`` there: trio with another lock and another wait_readable.
+A client sends its next request some us after an answer. Sleeping in epoll costs two wake-ups and
+two passes of the scheduler, several answers' time. So the reading task looks again for a while
+(busy polling), if that pays: after a short wait, with no request in a worker thread (which needs
+the interpreter), and with a second processor. ``install`` replaces pyfuse3's module attribute
+``trio``, as its asyncio mode does, by ``Scheduler``: trio with another lock and another
+wait_readable.
 """
 
 import os
@@ -22,21 +19,16 @@ import trio
 from aifs.core.loop_share import LoopShare
 
 BUSY_POLL_S = 100e-6
-"""How long to look before sleeping. About twice the time between two requests of one client
-process.
-"""
+"""Polling before sleep: about twice the time between two requests of a client."""
 
 PASS_INTERVAL_S = 2e-3
 """Other tasks get a turn at least this often while requests keep coming."""
 
 
 class ReaderLock:
-    """Decides which task reads the next request.
-
-    Unlike trio.Lock it is not handed over: the task that released it may take it again before the
-    waiting tasks have run. So a task that answers requests without suspending goes on reading them
-    itself, and another one takes over when it does suspend.
-    """
+    """Decides which task reads the next request. Not handed over, unlike trio.Lock: the releasing
+    task may take it again. So a task that answers without suspending goes on reading, and another
+    takes over when it suspends."""
 
     def __init__(self) -> None:
         self._held = False
@@ -61,9 +53,7 @@ class ReaderLock:
 
 
 class Scheduler:
-    """The part of trio that pyfuse3 uses. ``waiting_requests`` counts the requests whose answer
-    waits for something.
-    """
+    """The part of trio that pyfuse3 uses. ``waiting_requests``: those whose answer waits."""
 
     Lock = ReaderLock
     ClosedResourceError = trio.ClosedResourceError
@@ -84,9 +74,7 @@ class Scheduler:
         self._last_wait_s = 0.0
 
     async def wait_readable(self, fd: int) -> None:
-        """Return when ``fd`` is readable. Suspends, and so lets other tasks run, only if that takes
-        longer.
-        """
+        """Return when ``fd`` is readable. Suspends only if that takes longer."""
         start = self.share.requested_s = time.perf_counter()
         worked_s = self.share.background_s
         if (

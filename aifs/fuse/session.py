@@ -1,9 +1,8 @@
 """One mount, from opening the store to leaving it in order. Touches the kernel's mount and this
 process's limits.
 
-The order matters: nothing is mounted unless the store is open; "ready" is reported only after a
-request has been answered; the store is closed only after the kernel can send no more
-requests.
+Nothing is mounted before the store is open; "ready" follows the first answered request; the store
+is closed when the kernel can send no more.
 """
 
 import errno
@@ -50,20 +49,15 @@ READER_TASKS = 1
 """Idle tasks that pyfuse3 keeps besides the one that reads; the lock makes more of them useless."""
 
 MAX_TASKS = 99
-"""Requests that may wait at once: kernel.max_background of the kernel's own, and any number that
-processes ask.
-"""
+"""Requests waiting at once: the kernel's own kernel.max_background, and any of processes."""
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a worker thread waits for the interpreter before it asks for it; Python's 5 ms is ten
-requests.
-"""
+"""A worker thread's wait for the interpreter; Python's 5 ms is ten requests."""
 
 
 KEPT_S = 4.5
-"""How long the kernel keeps names and attributes at most where hosts share the store: half a second
-less than a host goes on without having renewed its session.
-"""
+"""Longest time names and attributes are kept with several hosts: half a second less than a host
+goes on without renewing its session."""
 
 _NOBODY_WAITS = os.strerror(errno.ENOENT)
 
@@ -71,9 +65,7 @@ _FEW_DESCRIPTORS = 4096
 
 
 def is_error(record: logging.LogRecord) -> bool:
-    """pyfuse3 logs each reply that the kernel refuses; that nobody waits for it any more is no
-    error.
-    """
+    """pyfuse3 logs each refused reply; one that nobody waits for is no error."""
     return not record.getMessage().endswith(f"failed with {_NOBODY_WAITS}")
 
 
@@ -87,14 +79,13 @@ def serve(
     kept: KeptMount | None = None,
     again: Sequence[str] = (),
 ) -> None:
-    """Mount the store on ``mountpoint`` and serve until it is unmounted, or SIGTERM or SIGINT
-    arrives.
+    """Mount the store on ``mountpoint`` and serve until unmounted, or SIGTERM or SIGINT.
 
     Blocks. ``on_ready`` is called once, when the mount answers. On return nothing is mounted, and
     everything acknowledged is on stable storage. Raises StoreError, StoreBusy, MountError; then
-    nothing was mounted, or another host has taken the store over. ``force``: the owner of the store
-    is dead. ``has_locks``: see ``open_filesystem``. ``kept``: go on with the mount of a daemon that
-    has died. ``again``: see ``KeeperOrders``.
+    nothing was mounted, or another host has taken the store over. ``force``: the store's owner is
+    dead. ``has_locks``: see ``open_filesystem``. ``kept``: a dead daemon's mount. ``again``: see
+    ``KeeperOrders``.
     """
     logging.getLogger("pyfuse3").addFilter(is_error)
     _raise_file_limit()
@@ -190,9 +181,8 @@ async def _serve(
 
 
 def kept_for(kernel: KernelConfig, is_shared: bool) -> KernelConfig:
-    """The configuration; where there are other hosts, names and attributes are kept for less than
-    a session that is not renewed: when it is over, no program of its host sees an old state.
-    """
+    """The configuration; with other hosts, kept names and attributes expire before an unrenewed
+    session."""
     if not is_shared:
         return kernel
     times = ("entry_timeout_s", "attr_timeout_s", "negative_timeout_s")
@@ -200,7 +190,7 @@ def kept_for(kernel: KernelConfig, is_shared: bool) -> KernelConfig:
 
 
 async def _end_with_right(ownership: StoreRight) -> None:
-    """End the mount when somebody has taken the store over."""
+    """End the mount when another process has the store."""
     await ownership.over.wait()
     pyfuse3.terminate()
 
@@ -223,9 +213,7 @@ async def _show(fs: Filesystem) -> None:
 
 
 async def _read_requests() -> None:
-    """Serve until the connection has ended. A request that is being read at that moment makes the
-    kernel say ECONNABORTED.
-    """
+    """Serve until the connection ends; a read at that moment gets ECONNABORTED."""
     try:
         await pyfuse3.main(READER_TASKS, MAX_TASKS)
     except BaseException as error:
@@ -250,7 +238,7 @@ def mount_arguments(config: Config, options: MountOptions) -> set[str]:
 
 
 def _escaped(value: str) -> str:
-    """``value`` as libfuse's option parser wants it."""
+    """For libfuse's option parser."""
     return value.replace("\\", "\\\\").replace(",", "\\,")
 
 
@@ -289,7 +277,7 @@ def _mounted(
 
 
 def _unmount(mountpoint: str) -> None:
-    """As libfuse does with what it has mounted itself. Blocks for a moment."""
+    """Like libfuse with its own mounts. Blocks for a moment."""
     mount = mountinfo.mounted_at(mountpoint)
     if mount is None or mount.fstype != mountinfo.FSTYPE:
         return
@@ -310,9 +298,8 @@ async def _announce(
     on_ready: Callable[[], None],
     keeping: KeeperOrders | None,
 ) -> None:
-    """Wait for the mount's first answer, set its read-ahead, use what the kernel offers, and say
-    that it serves.
-    """
+    """Wait for the mount's first answer, set read-ahead, use the kernel's features, and report
+    ready."""
     await trio.to_thread.run_sync(
         _set_read_ahead, fs.options.mountpoint, read_ahead, abandon_on_cancel=True
     )
@@ -344,7 +331,7 @@ async def _announce(
 
 
 def _keep(kept: KeptMount, bridge: Bridge) -> None:
-    """The mount has answered: from now on it outlives this process, if it can."""
+    """From the first answer on it outlives this process, if it can."""
     if bridge.can_be_kept:
         kept.serves()
     else:
@@ -354,7 +341,7 @@ def _keep(kept: KeptMount, bridge: Bridge) -> None:
 
 
 def _refused(fs: Filesystem) -> list[MissingPart]:
-    """The burst directories whose files the kernel does not pass through."""
+    """Burst directories that the kernel does not pass through."""
     missing = []
     for server in fs.store.servers.burst():
         if server.absent:
@@ -375,7 +362,7 @@ def _refused(fs: Filesystem) -> list[MissingPart]:
 
 
 def _set_read_ahead(mountpoint: str, read_ahead: int) -> None:
-    """Blocks until the mount answers: run in a worker thread, or it waits for itself."""
+    """Blocks until the mount answers: in a worker thread, or it waits for itself."""
     os.statvfs(mountpoint)  # the kernel always asks; of a mount that it knows it may know the rest
     device = os.stat(mountpoint).st_dev
     try:
@@ -388,9 +375,7 @@ def _set_read_ahead(mountpoint: str, read_ahead: int) -> None:
 
 
 async def _handle_signals(mountpoint: str) -> None:
-    """SIGTERM and SIGINT end the mount; a second one does so without waiting for pages that mmap
-    left dirty.
-    """
+    """SIGTERM and SIGINT end the mount; a second one, without waiting for dirty pages of mmap."""
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) as received:
         async with trio.open_nursery() as nursery:
             ending = False
@@ -414,7 +399,7 @@ async def _end(mountpoint: str) -> None:
 
 
 def _raise_file_limit() -> None:
-    """One descriptor for each object of each file that is in use may be needed."""
+    """Each object of each used file may need a descriptor."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < _FEW_DESCRIPTORS:

@@ -1,2 +1,1 @@
-"""The store as a whole: its directories and who owns them, its servers, its identifiers, and
-backups of its metadata."""
+"""The store as a whole: directories and their owner, servers, identifiers, backups."""

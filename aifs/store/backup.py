@@ -1,11 +1,10 @@
 """Backups of the metadata on the data servers, while the store is in use (docs/design/metadata.md,
 B1 to B5).
 
-A base when there is none that can be gone on from, daily, when the increments have become larger
-than it, and when a server is on its way out; else an increment, every ``meta.backup_interval``. An
-orderly close makes one, too. Two generations are kept: the newest base and the one before it, each
-with the increments after it. ``covered`` keeps deletions from running ahead: what the newest backup
-may refer to stays until a newer one is on the servers.
+A base if none can be continued, daily, after larger increments, and when a server is on its way
+out; else an increment every ``meta.backup_interval``, and at an orderly close. Two generations are
+kept, each a base with its increments. ``covered`` holds deletions back until no newest backup
+refers to what is deleted.
 """
 
 import json
@@ -38,13 +37,10 @@ HOLD_S = 10.0
 """How long a deletion waits for others that the same increment can cover."""
 
 PART_BYTES = 4 << 20
-"""Of changes in one part of a base; and an increment is made ahead of time when it gets as large.
-"""
+"""Changes in one part of a base; an increment of this size is made early."""
 
 CHANGES_MAX = 256 << 20
-"""Bytes of changes that wait in memory while no server takes them; more are forgotten, and a base
-has to be made.
-"""
+"""Bytes of changes that wait while no server takes them; beyond, a base has to be made."""
 
 BASE_AGE_S = 86400.0
 
@@ -141,9 +137,7 @@ class Backup:
             changes.update(writes)
 
     async def load(self, read_only: bool) -> None:
-        """See what earlier mounts have left on the servers. ``read_only``: nothing is to be added
-        to it.
-        """
+        """Find earlier mounts' backups. ``read_only``: nothing is added."""
         if not self.interval_s:
             return
         self._due_at_s = trio.current_time() + self.interval_s
@@ -176,12 +170,9 @@ class Backup:
     # --- what others ask ---
 
     async def covered(self, seq: int, urgent: bool = False) -> bool:
-        """Wait until the newest backup refers to nothing that the transactions up to ``seq`` have
-        given up.
-
-        True: it may be deleted (at once where there are no backups). False: no backup could be
-        made; ask again later.
-        """
+        """Wait until the newest backup refers to nothing given up by transactions up to ``seq``.
+        True: it may be deleted (at once without backups). False: no backup could be made; ask
+        later."""
         if self._is_covered(seq):
             return True
         if self._read_only:
@@ -204,8 +195,8 @@ class Backup:
         return True
 
     def is_without(self, since: int, until: int) -> bool:
-        """Whether no backup needs what the transactions after ``since`` named and ``until`` has
-        given up: neither the newest one nor one that is being made."""
+        """Whether no backup, also one being made, needs what came after ``since`` and ended by
+        ``until``."""
         if self._making is not None and until > self._making:
             return False
         return self._is_covered(until) or self._covered <= since
@@ -221,11 +212,8 @@ class Backup:
         )
 
     async def ship(self, seq: int | None = None) -> None:
-        """The newest backup has the state after ``seq`` (None: as it is now), or a later one, on
-        return.
-
-        Raises NoSpace, Unavailable.
-        """
+        """Have the newest backup include the state after ``seq`` (None: now). Raises NoSpace,
+        Unavailable."""
         wanted = self._engine.seq if seq is None else seq
         async with self._shipping:
             after = self._after
@@ -250,15 +238,13 @@ class Backup:
             faults.reach(_SHIPPED)
 
     async def leave_servers(self) -> None:
-        """The newest backup needs no server that is on its way out, on return. Raises NoSpace,
-        Unavailable.
-        """
+        """Have the newest backup on no server on its way out. Raises NoSpace, Unavailable."""
         if self.interval_s and self._shipped is not None and self._is_server_leaving():
             await self.ship()
 
     async def write_to(self, directory: str) -> int:
-        """A base in a directory of the user's, which is made if it is missing; returns how many
-        bytes it has. Raises NoSpace, Unavailable."""
+        """Make a base in a user's directory, made if missing; returns its bytes. Raises NoSpace,
+        Unavailable."""
 
         async def put(name: str, data: bytes) -> None:
             await trio.to_thread.run_sync(put_in_directory, directory, name, data)
@@ -267,14 +253,14 @@ class Backup:
         return length
 
     def request(self, token: str, directory: str) -> None:
-        """Have a backup made in the background, on the servers or in a directory; what came of it
-        is in ``status`` by its token: "", or an error."""
+        """Have a backup made in the background, on the servers or in a directory; ``status`` has
+        the result by token: "", or an error."""
         self._requests.append((token, directory))
         self._upkeep.wake(Work.BACKUP)
 
     def status(self) -> dict[str, Any]:
-        """``sequence``: the state that the newest backup makes; ``changed_bytes``: of changes
-        since; ``answers``: to the last requests, by token."""
+        """``sequence``: the newest backup's state; ``changed_bytes``: since; ``answers``: to the
+        last requests, by token."""
         return {
             "interval_s": self.interval_s,
             "sequence": self._shipped,
@@ -339,11 +325,10 @@ class Backup:
         return late or large or self._is_server_leaving() or not self.interval_s
 
     def _is_server_leaving(self) -> bool:
-        """One that may have the only copy of something."""
         return not self._base_servers <= self._files.servers()
 
     async def _make_increment(self, after: int) -> None:
-        """``after``: the state that it goes on from."""
+        """``after``: the state to continue from."""
         seq, forgotten, taken = self._engine.seq, self._forgotten, self._take_changes()
         name = Name(INCREMENT, after, 0, seq)
         try:
@@ -391,9 +376,8 @@ class Backup:
         await self._files.delete(lambda text: _is_useless(parse_name(text), begin, kept))
 
     async def _older_generation(self, begin: int) -> Set[Name]:
-        """The segments of the newest state that can be made without the base that was begun there,
-        of this history of the store (see restore).
-        """
+        """The newest state's segments without the base begun there, of this history (see
+        restore)."""
         first, end = self._abandoned
         names = {name for text in await self._files.sizes() if (name := parse_name(text))}
         chain = newest(
@@ -405,9 +389,7 @@ class Backup:
         return frozenset(chain.segments if chain is not None else ())
 
     async def _take_base(self, put: Put) -> tuple[int, int]:
-        """The state that it makes, and its length. The records are read a slice at a time, with
-        others in between.
-        """
+        """The base's state and length. Records are read in slices, with other tasks between."""
         begin = self._engine.seq
         changes: Writes = {}
         self._scanned.append(changes)
@@ -433,9 +415,8 @@ class Backup:
         return seq, length
 
     async def _read_part(self, start: bytes) -> tuple[Writes, bytes | None]:
-        """Records from ``start`` on, and where to go on; None at the end. What others change from
-        the first of them on is in what ``_scanned`` collects, which the caller puts over them.
-        """
+        """Records from ``start`` on, and where to go on; None at the end. Changes meanwhile are in
+        ``_scanned``, which the caller puts over them."""
         writes: Writes = {}
         size = 0
         while True:
@@ -456,9 +437,7 @@ class Backup:
 
 
 def _is_useless(name: Name | None, begin: int, kept: Set[Name]) -> bool:
-    """All but the parts of the base that was begun there, just now, and what is ``kept``: also what
-    a crash has left of a file that was being written.
-    """
+    """All except the base begun just now, and ``kept``; also crashed writes."""
     return name not in kept and not _is_part(name, begin)
 
 
@@ -468,7 +447,6 @@ def _find_abandoned(tx: ReadTransaction) -> tuple[int, int]:
 
 
 def _is_part(name: Name | None, begin: int) -> bool:
-    """Of the base that was begun there."""
     return name is not None and name.kind == BASE and name.after == begin
 
 
@@ -481,9 +459,7 @@ def _encode(name: Name, store: str, writes: Writes) -> bytes:
 
 
 class BackupFiles:
-    """The files on all data servers of a store, each on ``copies`` of them. Used from one trio
-    thread.
-    """
+    """Files on all data servers of a store, each on ``copies``. Used from one trio thread."""
 
     def __init__(self, servers: Servers, copies: int) -> None:
         self._servers = servers
@@ -496,9 +472,8 @@ class BackupFiles:
         )
 
     async def put(self, name: str, data: bytes) -> None:
-        """Store a file on as many servers as wanted, durably on return; one must take it. Raises
-        NoSpace, Unavailable.
-        """
+        """Store a file durably on as many servers as wanted, at least one. Raises NoSpace,
+        Unavailable."""
         stored, error = 0, None
         for server in self._preferred():
             try:
@@ -515,9 +490,7 @@ class BackupFiles:
             _log.info("%s is on %d instead of %d servers: %s", name, stored, self._copies, error)
 
     def _preferred(self) -> list[DataServer]:
-        """The servers, those first that stand for different failure domains, always in the same
-        order.
-        """
+        """The servers, different failure domains first, in one order."""
         domains: dict[str, int] = {}
         ranked = []
         for candidate in self._servers.candidates():
@@ -580,9 +553,7 @@ def delete(server: DataServer, names: list[str]) -> None:
 
 
 def put_in_directory(directory: str, name: str, data: bytes) -> None:
-    """Store a file in ``directory``, which is made if it is missing; durable on return. Raises
-    NoSpace, Unavailable.
-    """
+    """Store a file durably in ``directory``, made if missing. Raises NoSpace, Unavailable."""
     try:
         files.make_dirs(directory)
         put_file(os.path.join(directory, name), data)

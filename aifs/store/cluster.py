@@ -1,7 +1,5 @@
-"""A store of many hosts: its metadata are in a database, and hosts with a session there use it.
-
-The metadata directory holds this host's replica, which can be made anew at any time.
-"""
+"""A store of many hosts: the metadata are in a database, used by hosts with sessions; each metadata
+directory has a replica, which can be made anew."""
 
 import json
 import logging
@@ -53,9 +51,8 @@ Put = Callable[[Iterable[tuple[bytes, bytes]]], None]
 
 @contextmanager
 def making(config: Config, erase: bool) -> Iterator[Put]:
-    """Make a store in the database, which is there when the block ends, with the pairs that it has
-    put. ``erase``: one that is there already goes. Blocks. Raises StoreError, StoreBusy.
-    """
+    """Make a store in the database, there after the block, of the pairs put in it. ``erase``: in
+    place of another. Blocks. Raises StoreError, StoreBusy."""
     url = config.meta.url
     with BlockingDatabase(url, config.meta.secret) as database:
         if erase and database.holds_store():
@@ -68,9 +65,7 @@ def making(config: Config, erase: bool) -> Iterator[Put]:
 
 
 def find_store(database: BlockingDatabase, moved: bool = False) -> str:
-    """The uuid of the store in a database; with ``moved`` also if its metadata are elsewhere by
-    now. Raises StoreError.
-    """
+    """The uuid of a database's store; ``moved``: also if moved away. Raises StoreError."""
     database.require_store()
     try:
         superblock = json.loads(database.get(keys.SUPERBLOCK) or b"")
@@ -85,9 +80,8 @@ def find_store(database: BlockingDatabase, moved: bool = False) -> str:
 
 
 def find_unused(config: Config) -> str:
-    """The uuid of the store in the configured database, which no host uses; "" if there is none.
-    Blocks. Raises StoreError, StoreBusy.
-    """
+    """The uuid of the configured database's store, unused by hosts; "" if there is none. Blocks.
+    Raises StoreError, StoreBusy."""
     with BlockingDatabase(config.meta.url, config.meta.secret) as database:
         if not database.holds_store():
             return ""
@@ -96,9 +90,8 @@ def find_unused(config: Config) -> str:
 
 
 def _require_own_servers(config: Config, database: BlockingDatabase, store: str) -> None:
-    """The data servers that this host sees are those of the store. Those that do not answer or say
-    nothing are left to the open that follows. Raises StoreError.
-    """
+    """Check that this host's data servers are the store's; silent ones are left to the open. Raises
+    StoreError."""
     rows = database.values(*keys.all_of(b"s"))
     wanted = {path: Identity(store, "data", -1) for path in config.servers}
     for key, value in rows.items():
@@ -129,9 +122,8 @@ def _require_own_servers(config: Config, database: BlockingDatabase, store: str)
 
 
 def require_replica(directory: str, store: str, url: str) -> bool:
-    """The directory may hold the replica of that store, or nothing. Whether it is marked as such.
-    Raises StoreError.
-    """
+    """Check that the directory holds this store's replica, or nothing; whether it is marked. Raises
+    StoreError."""
     if not os.path.lexists(os.path.join(directory, MARKER)):
         if not os.path.isdir(directory) or set(os.listdir(directory)) - {OWNER}:
             directories.require_usable("replica", directory)
@@ -199,10 +191,8 @@ class ClusterMetadata:
         return engine
 
     async def _end_silent(self, hosts: Hosts) -> None:
-        """A host whose lease is over must not come back while the store is checked, nor a check
-        while others use it. One that lives, while the database was away, has the time of a lease to
-        say so.
-        """
+        """End sessions without lease, so that none returns during a check; live hosts get a lease's
+        time, because the database may have been away."""
         assert self._session is not None
         alone = self._config.host.address == _ALONE
         while any(
@@ -224,9 +214,7 @@ class ClusterMetadata:
             log.warning("%s", error)
 
     def _require_room(self, members: Iterable[Member]) -> None:
-        """A host that is alone, or wants to be, has none beside it. Of two that ask at once both
-        may be refused.
-        """
+        """Check that a host that is, or wants to be, alone is. Two at once may both be refused."""
         assert self._session is not None
         others = [
             one for one in members if one.session != self._session.number and one.lease_left_s > 0
@@ -249,8 +237,7 @@ class SessionRight(StoreRight):
     def __init__(
         self, session: Session, hosts: Hosts, servers: Servers, owner: OwnerLock, url: str
     ) -> None:
-        """``owner``: its file says what is in doubt, to who cannot ask the mount. ``url``: of the
-        database."""
+        """``owner``: its file reports doubts to others. ``url``: of the database."""
         super().__init__(servers)
         self._session = session
         self._hosts = hosts

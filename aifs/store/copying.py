@@ -1,12 +1,11 @@
 """Moving the metadata of a store from one host's directory into a database, and back: ``aifs meta
 copy``. The bytes on the data servers stay where they are.
 
-Which of both places counts is told by the data servers: their markers name the database that has
-the metadata, or none. A directory counts if no marker names a database, a database if one does. So
-it is one write that makes the old place useless and the new one the store: the first marker that is
-changed on the way into a database, the last one on the way back. ``copying`` in the superblock of a
-directory says that all servers have to be asked, since their markers may differ; ``moved``, in that
-of the old place, that it will never count again. docs/design/moving.md has the crash table.
+The markers of the data servers tell which place counts: they name the database, or none. A
+directory counts if no marker names a database, a database if one does. So one write switches: the
+first marker changed on the way into a database, the last one on the way back. ``copying`` in a
+directory's superblock means that all servers have to be asked, ``moved`` in the old place's that it
+never counts again. docs/design/moving.md has the crash table.
 """
 
 import json
@@ -86,12 +85,9 @@ class Copied:
 
 
 def copy_metadata(old: Config, new: Config, show: Show) -> Copied:
-    """Have the metadata of the store ``old`` in the place that ``new`` names, where there is no
-    store yet, and have that be the store from then on. Blocks. What is interrupted is begun again,
-    or finished, by the next call.
-
-    Raises StoreError, StoreBusy: then ``old`` is the store as before. NoSpace, Unavailable.
-    """
+    """Make the place ``new``, without a store, have the metadata of ``old``, and be the store.
+    Blocks. The next call repeats, or finishes, an interrupted one. Raises StoreError, StoreBusy:
+    then ``old`` is the store as before. NoSpace, Unavailable."""
     if old.is_cluster == new.is_cluster:
         both = "in a database" if old.is_cluster else "in a directory of one host"
         raise StoreError(
@@ -131,7 +127,7 @@ async def _copy(old: Config, new: Config, show: Show) -> Copied:
 
 @asynccontextmanager
 async def _in_use(config: Config) -> AsyncIterator[Store]:
-    """The old place, which nobody else can use meanwhile."""
+    """The old place, locked."""
     store = await open_store(config, alone=True)
     failure: BaseException | None = None
     try:
@@ -158,8 +154,8 @@ async def _in_use(config: Config) -> AsyncIterator[Store]:
 
 
 def _read_markers(config: Config) -> tuple[str, dict[str, Marker]]:
-    """The uuid of the store that the data servers are of, and their markers, by path. Raises
-    StoreError unless all say so."""
+    """The uuid of the data servers' store, and their markers, by path. Raises StoreError unless all
+    agree."""
     places = [storage_at(path) for path in config.servers]
     answers = ask_all([(Patience(), place.read_marker, ()) for place in places], _ANSWER_S)
     markers: dict[str, Marker] = {}
@@ -181,8 +177,7 @@ def _read_markers(config: Config) -> tuple[str, dict[str, Marker]]:
 
 
 def _same_servers(table: Table, config: Config, markers: dict[str, Marker]) -> Table:
-    """The rows of all data servers, as the new place has them. Raises StoreError if it names
-    others."""
+    """The data servers' rows for the new place. Raises StoreError if it names others."""
     known = {number: row for number, row in table.items() if role_of(number) == "data"}
     found = {id_of(marker.role, marker.id): path for path, marker in markers.items()}
     for number, path in found.items():
@@ -201,7 +196,7 @@ def _same_servers(table: Table, config: Config, markers: dict[str, Marker]) -> T
 
 
 async def _require_quiet(store: Store) -> None:
-    """It was closed in order by all hosts, and nothing waits for one. Raises StoreBusy."""
+    """Require that all hosts closed it in order, and nothing waits. Raises StoreBusy."""
     view, source = store.engine.view, store.config.source
     remedy = f"aifs mount {source} MNT, then aifs umount --drain MNT"
     if store.hosts is None:
@@ -233,8 +228,7 @@ def _find_unclean(tx: ReadTransaction, own: int) -> list[str]:
 
 
 def _find_undrained(tx: ReadTransaction) -> dict[str, int]:
-    """How many files have their only bytes in the burst tier, by the name of the host, "" where
-    there is one."""
+    """Files with their only bytes in the burst tier, by host name, "" with one host."""
     table, counts = read_table(tx), dict[str, int]()
     for _, value in tx.range(*keys.all_of(b"b")):
         record = decode_burst(value)
@@ -246,7 +240,7 @@ def _find_undrained(tx: ReadTransaction) -> dict[str, int]:
 
 
 async def _seal(engine: Engine) -> None:
-    """Nobody appends to containers any more: hosts are other ones in the new place."""
+    """End appends to containers: the new place has other hosts."""
     for container in await engine.view(chunks.open_containers):
         await engine.transact(chunks.seal_container, container)
     await engine.barrier()
@@ -256,12 +250,12 @@ async def _seal(engine: Engine) -> None:
 
 
 def _superblock(found: dict[str, Any], **fields: object) -> bytes:
-    """That of the new place. It is of no boot that a cache could be trusted for."""
+    """The new place's, of no boot that a cache could be trusted for."""
     return json.dumps(found | {"clean": True, "boot": None} | fields).encode()
 
 
 def _mark_servers(config: Config, markers: dict[str, Marker]) -> None:
-    """The data servers name the place of the metadata, those with small numbers first."""
+    """Name the place of the metadata on the data servers, small numbers first."""
     for path, marker in sorted(markers.items(), key=lambda item: item[1].id):
         if marker.database != config.meta.url:
             markers[path] = replace(marker, database=config.meta.url)
@@ -311,7 +305,7 @@ class _Copying:
 
 
 async def _expected_bytes(engine: Engine) -> int:
-    """Each inode has a record, a name, and a place in its directory."""
+    """Each inode has a record, a name, and a place."""
     inodes = await engine.view(ReadTransaction.counter, keys.COUNTER_INODES)
     return 3 * _RECORD_BYTES * inodes
 
@@ -326,8 +320,8 @@ class _Database:
         return BlockingDatabase(self._new.meta.url, self._new.meta.secret)
 
     async def require_unfinished(self) -> None:
-        """The store is there, copied from the old place, whose end is not on record. Raises
-        StoreError, StoreBusy."""
+        """Require a copied store whose old place does not record the end. Raises StoreError,
+        StoreBusy."""
         with self._open() as database:
             there = database.holds_store() and find_store(database, moved=True) == self._store
             superblock = json.loads(database.get(keys.SUPERBLOCK) or b"{}") if there else {}
@@ -337,7 +331,7 @@ class _Database:
         require_current(await _superblock_in(self._old.meta.directory), self._old.source)
 
     async def require_free(self) -> None:
-        """There is no store, or one of an earlier attempt, or of before the way back. Raises
+        """Require no store, or an earlier attempt's, or one from before the way back. Raises
         StoreError."""
         url = self._new.meta.url
         with self._open() as database:
@@ -405,7 +399,7 @@ class _Directory:
             directories.require_usable("burst", path, force=_is_of(path, self._store))
 
     def _is_of_store(self) -> bool:
-        """Whether the directory has metadata of this store. Raises StoreError if it has others."""
+        """Whether the directory has this store's metadata. Raises StoreError for others."""
         if not os.path.lexists(os.path.join(self._meta, MARKER)):
             return False
         marker = read_marker(self._meta)
@@ -469,7 +463,7 @@ class _Directory:
 
 
 async def _fill(engine: LmdbEngine, copying: _Copying) -> None:
-    """With the first batch it says that it is being copied."""
+    """The first batch says that it is being copied."""
 
     def put_all() -> None:
         pairs = copying.pairs()
@@ -494,7 +488,7 @@ def _is_there_already(old: Config, where: str) -> StoreError:
 
 
 def _is_of(path: str, store: str, number: int | None = None) -> bool:
-    """Whether a burst directory is marked as of that store, and of that number."""
+    """Whether a burst directory is marked as the store's, with that number."""
     with suppress(StoreError):
         marker = storage_at(path).read_marker()
         return (marker.store, marker.role) == (store, "burst") and number in (None, marker.id)
@@ -511,7 +505,7 @@ def _burst_paths(config: Config, table: Table) -> dict[int, str]:
 
 @asynccontextmanager
 async def _metadata_in(directory: str) -> AsyncIterator[LmdbEngine]:
-    """Metadata that nobody else has open."""
+    """Unused metadata."""
     owner = OwnerLock(directory, "")
     try:
         engine = LmdbEngine(directory)

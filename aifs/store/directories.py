@@ -1,6 +1,4 @@
-"""The directories that a store is made of: which may become one, what lies in them, and how they
-are given up. Blocks.
-"""
+"""The directories of a store: which may become one, their contents, giving them up. Blocks."""
 
 import os
 from collections.abc import Collection, Iterable, Sequence
@@ -42,10 +40,8 @@ def recorded_path(config: Config, path: str) -> str:
 
 
 def same_directories(named: Iterable[str], known: Sequence[str]) -> dict[str, str]:
-    """Which of the ``known`` paths each of those ``named`` means, if any.
-
-    Symlinks are followed only for paths that are not written alike: what lies behind one may hang.
-    """
+    """The ``known`` path that each of ``named`` means, if any. Symlinks are followed only for paths
+    written differently: what is behind may hang."""
     by_words = {os.path.abspath(path): path for path in known}
     same = {
         path: by_words[os.path.abspath(path)] for path in named if os.path.abspath(path) in by_words
@@ -60,10 +56,8 @@ def same_directories(named: Iterable[str], known: Sequence[str]) -> dict[str, st
 
 
 def require_distinct(paths: list[str], written: Collection[str] = ()) -> None:
-    """Raises StoreError if one of them is, holds, or lies in another one.
-
-    ``written``: those that nobody should touch now; they are taken as they are written.
-    """
+    """Raises StoreError if one is, holds, or lies in another. ``written``: not to be touched
+    now."""
     seen: dict[str, str] = {}
     for path in paths:
         real = os.path.abspath(path) if path in written else os.path.realpath(path)
@@ -76,12 +70,9 @@ def require_distinct(paths: list[str], written: Collection[str] = ()) -> None:
 
 
 def require_usable(role: str, path: str, *, force: bool = False, store: str = "") -> None:
-    """The directory is missing, is empty, or with ``force`` holds a store, which may be erased.
-    Raises StoreError.
-
-    ``store``: one that has only that store's marker and claim counts as empty: somebody died while
-    it was being added.
-    """
+    """Require a missing or empty directory, or, with ``force``, an erasable store. Raises
+    StoreError. ``store``: with only its marker and claim it counts as empty: adding it was
+    interrupted."""
     if not is_path(path):
         _require_unmarked(path, force)
         return
@@ -114,8 +105,7 @@ def require_usable(role: str, path: str, *, force: bool = False, store: str = ""
 
 
 def require_empty_source(config: Config) -> None:
-    """A directory that is the SOURCE holds nothing but what the configuration puts there. Raises
-    StoreError."""
+    """Require that a directory SOURCE holds only the configuration's files. Raises StoreError."""
     if not os.path.isdir(config.source):
         return
     places = (config.meta.directory, *config.servers, *config.burst.directories, config.log.file)
@@ -136,11 +126,8 @@ def _require_unmarked(address: str, force: bool) -> None:
 
 
 def require_erasable(path: str, store: str) -> None:
-    """Nobody may have the directory in use whom its claims do not tell of: hosts that share a store
-    have sessions in their database instead. Raises StoreError.
-
-    ``store``: one that has none.
-    """
+    """Require that nobody uses the directory, besides claims: hosts of a shared store have
+    sessions. Raises StoreError. ``store``: one without."""
     try:
         marker = storage_at(path).read_marker()
     except StoreError:
@@ -154,17 +141,14 @@ def require_erasable(path: str, store: str) -> None:
 
 
 def mark(path: str, store: str, role: str, number: int, database: str = "") -> None:
-    """Make it that one of the store, and make it if need be. Durable on return. ``database``: the
-    url of that which has the store's metadata, if one has.
-    """
+    """Mark, and make if missing, the directory of the store, durably. ``database``: the url of its
+    metadata, if any."""
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     storage_at(path).mark(Marker(FORMAT, store, role, number, created, database))
 
 
 def erase(role: str, path: str) -> None:
-    """Delete what a store has there, but for the owner file of metadata, which is held. Durable on
-    return.
-    """
+    """Delete a store's contents durably, except the held owner file of metadata."""
     if _OWN_NAMES[role] is _METADATA:
         erase_directory(path, _OWN_NAMES[role] - {OWNER_NAME} | {NAME})
     else:
@@ -172,12 +156,8 @@ def erase(role: str, path: str) -> None:
 
 
 def give_up(server: DataServer) -> None:
-    """Take marker and claim, backups of the metadata and empty directories out of a server that the
-    store has no use for any more, if it is there.
-
-    A problem is logged: the number is never used again, so that it is refused wherever it comes
-    back.
-    """
+    """Take marker, claim, backups and empty directories out of a server that the store gave up, if
+    there. Problems are logged: the number is never used again, so it is refused."""
     storage = server.storage
     try:
         marker = storage.read_marker()

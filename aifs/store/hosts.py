@@ -1,5 +1,4 @@
-"""The hosts of a store, as one of them sees them: those that are there, and the one with the
-role."""
+"""The hosts of a store, as one of them sees them, and the one with the role."""
 
 import ipaddress
 import logging
@@ -96,10 +95,8 @@ class Hosts:
     # --- sessions ---
 
     async def fence(self, name: str, reason: str) -> None:
-        """End the session of a host at once: what it still does is refused. Raises NotFound if it
-        has none; Unavailable, also where the database does not answer now: nobody is fenced when it
-        is back, for what was wrong before.
-        """
+        """End the session of a host, whose later changes are refused. Raises NotFound without one;
+        Unavailable, also if the database is away: no host is fenced later for that."""
         with trio.move_on_after(ANSWER_S):
             await self.look()
             for one in self.members:
@@ -129,8 +126,8 @@ class Hosts:
             await trio.sleep(_LOOK_S)
 
     async def _end_silent(self) -> None:
-        """End sessions whose lease is over. After a time in which the database was away all leases
-        are: so the database does it only for a host that has had its own all through a lease."""
+        """End sessions whose lease is over. After an absence of the database all are: so it acts
+        only for a host with an unbroken lease."""
         rounds = 0
         while True:
             await trio.sleep(BEAT_S)
@@ -146,11 +143,11 @@ class Hosts:
 
 
 async def enter(config: Config, store: str, local: LmdbEngine) -> tuple[ReplicatedEngine, Hosts]:
-    """Begin a session of this host: its engine, with ``local`` as its replica, and the others.
+    """Begin a session of this host: its engine, with ``local`` as replica, and the others.
     ``store``: the uuid. ``host.address`` is set.
 
-    Raises ConfigError if it cannot listen for others; StoreBusy, StoreError, Unavailable. Then
-    ``local`` is still the caller's.
+    Raises ConfigError if it cannot listen; StoreBusy, StoreError, Unavailable. Then ``local`` is
+    still the caller's.
     """
     secret, name = read_secret(config.meta.secret), config.host.name
     peers = Peers(store, name, secret.encode(), split_endpoint(config.host.listen))
@@ -166,9 +163,8 @@ async def enter(config: Config, store: str, local: LmdbEngine) -> tuple[Replicat
 
 
 def own_address(config: Config) -> str:
-    """Where other hosts reach this one: what the configuration says, or where it listens; if that
-    is everywhere, where the database sees it. Raises ConfigError, StoreError.
-    """
+    """This host's address for others: configured, or listening; if everywhere, as the database sees
+    it. Raises ConfigError, StoreError."""
     if config.host.address:
         return config.host.address
     address, port = split_endpoint(config.host.listen)
@@ -185,7 +181,7 @@ def own_address(config: Config) -> str:
 
 
 def _seen_by(url: str) -> str:
-    """This host's address, as the database at ``url`` sees it, which may have several servers."""
+    """This host's address for the database at ``url``, maybe of several servers."""
     about = conninfo_to_dict(url)
     ports = str(about.get("port") or _POSTGRESQL_PORT).split(",")
     faults: list[str] = []

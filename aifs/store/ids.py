@@ -12,17 +12,15 @@ WINDOW = 8192
 """Ids that are reserved at a time: one journal sync per so many."""
 
 _TAKEN = struct.Struct("<QQ")
-"""Value of a ``v`` record: the first ids of the last two windows, the older one first; equal if
-there is one.
-"""
+"""A ``v`` record: first ids of the last two windows, older first; equal for one."""
 
 
 class IdAllocator:
-    """Hands out numbers of one ascending sequence, each once in the life of the store.
+    """Numbers of one ascending sequence, each once in the store's life.
 
-    They come from a window whose end is durable before its first number is used. A new window is
-    reserved with a barrier, which also makes all older transactions durable: so after a power cut
-    every id that the recovered metadata does not know of lies in the host's last windows.
+    A window's end is durable before its first number is used. The barrier of a new window makes
+    older transactions durable, too: so after a power cut all ids unknown to the metadata are in the
+    host's last windows.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -32,9 +30,7 @@ class IdAllocator:
         self._lock = trio.Lock()
 
     async def take(self) -> int:
-        """A number never given before. Raises NoSpace or Unavailable if a new window cannot be
-        reserved.
-        """
+        """A new number. Raises NoSpace or Unavailable if no new window can be reserved."""
         while self._next == self._end:
             await self._reserve()
         number = self._next
@@ -42,9 +38,7 @@ class IdAllocator:
         return number
 
     def is_recent(self, number: int) -> bool:
-        """Whether ``number`` lies in the current window, where recovery looks for what a power cut
-        left.
-        """
+        """Whether ``number`` is in the current window, where recovery looks."""
         return self._end - WINDOW <= number < self._end
 
     async def _reserve(self) -> None:
@@ -70,9 +64,7 @@ def _take_window(tx: Transaction) -> int:
 
 
 def decode_windows(record: bytes | None) -> tuple[int, ...]:
-    """The first ids of the windows that a ``v`` record names. Raises Unavailable if it is
-    damaged.
-    """
+    """First ids of the windows in a ``v`` record. Raises Unavailable if damaged."""
     try:
         return () if record is None else _TAKEN.unpack(record)
     except struct.error:
@@ -80,11 +72,8 @@ def decode_windows(record: bytes | None) -> tuple[int, ...]:
 
 
 async def last_windows(engine: Engine) -> list[tuple[int, int]]:
-    """Where ids of this host may be that nobody knows: first id, and the one behind the last.
-
-    They are the window that was in use when the host had the store last, and the one before, from
-    which files may have been made ahead that nobody has used.
-    """
+    """Where unknown ids of this host may be: first id, and the one behind the last: the last window
+    in use, and the one before, from which files may have been made ahead."""
     taken = await engine.view(_find_windows, engine.host)
     if len(taken) == 2 and taken[0] + WINDOW == taken[1]:
         return [(taken[0], taken[1] + WINDOW)]

@@ -1,10 +1,10 @@
-"""One owner per metadata directory: its file ``owner``, which is locked (flock) as long as a
-process uses the store.
+"""One owner per metadata directory: its file ``owner``, locked (flock) while a process uses the
+store.
 
-Format, 4096 bytes, overwritten in place: on a full disk there is room for nothing else. A JSON
-object with the fields of ``Owner``, filled up with spaces, or zeros if nobody uses the store; from
-byte 3584 on the *epoch*, 20 decimal digits, a space and the token of the last claim (data/claim.py)
-that was made with these metadata. A torn write leaves an epoch that is not smaller.
+Format, 4096 bytes, overwritten in place, also on a full disk. A JSON object with the fields of
+``Owner``, filled up with spaces, or zeros if nobody uses the store; from byte 3584 on the *epoch*,
+20 decimal digits, a space and the token of the last claim (data/claim.py) made with these metadata.
+A torn write leaves an epoch that is not smaller.
 """
 
 import fcntl
@@ -33,11 +33,9 @@ IN_ORDER, NOT_IN_ORDER = "in order", "not in order"
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that has the store open; ``mountpoint`` is empty for a command such as fsck.
-
-    ``doing``: what it waits for, once it is unmounted. ``closed``: the store is closed, IN_ORDER or
-    NOT_IN_ORDER, but calls that the process has begun have not ended.
-    """
+    """The process that has the store open; no ``mountpoint`` for a command such as fsck. ``doing``:
+    what it waits for, unmounted. ``closed``: IN_ORDER or NOT_IN_ORDER, while its calls have not
+    ended."""
 
     pid: int
     host: str
@@ -47,9 +45,8 @@ class Owner:
 
 
 class OwnerLock:
-    """Held from construction to ``release``, or to the death of the process. Raises StoreBusy
-    naming the owner.
-    """
+    """Held from construction to ``release``, or the process's death. Raises StoreBusy, naming the
+    owner."""
 
     def __init__(self, meta_directory: str, mountpoint: str) -> None:
         self.fd = files.open_file(os.path.join(meta_directory, NAME), create=True)
@@ -90,12 +87,10 @@ class OwnerLock:
     def release(
         self, orderly: bool, stuck: Sequence[threading.Thread] = (), waits_for: str = ""
     ) -> None:
-        """Let go. ``orderly``: everything acknowledged is safe; the next one to read the file sees
-        no owner. While threads are ``stuck``, or this process cannot end because they are, nobody
-        else gets the store: what they do would land late. ``waits_for`` says what they wait for.
-
-        Raises NoSpace or Unavailable, with the store let go, if that cannot be written.
-        """
+        """Let go. ``orderly``: all acknowledged is safe; the file shows no owner. While threads are
+        ``stuck``, or keep the process from ending, nobody else gets the store: they would act late.
+        ``waits_for``: their reason. Raises NoSpace or Unavailable, with the store let go, if
+        unwritten."""
         try:
             if stuck:
                 closed = IN_ORDER if orderly else NOT_IN_ORDER
@@ -121,8 +116,8 @@ class OwnerLock:
 
 
 def _lock(fd: int, meta_directory: str) -> None:
-    """Waits for the processes of an owner that dies, and for one that holds the lock without a
-    record: it has just taken it, or is about to let go. Raises OSError."""
+    """Waits for a dying owner's processes, and for a holder without record, which just began or
+    ends. Raises OSError."""
     until_s = time.monotonic() + _DYING_S
     while True:
         try:
@@ -137,7 +132,7 @@ def _lock(fd: int, meta_directory: str) -> None:
 
 
 def _is_dying(owner: Owner) -> bool:
-    """The owner was killed. Its threads, or processes that it started, may hold the lock still."""
+    """It was killed; its threads, or children, may hold the lock."""
     return owner.host == socket.gethostname() and is_dying(owner.pid)
 
 
@@ -151,9 +146,7 @@ def read_owner(meta_directory: str) -> Owner | None:
 
 
 def find_holder(meta_directory: str) -> int | None:
-    """The pid of the process of this host that has the store open, as the system says, too; None if
-    there is none.
-    """
+    """The pid of this host's process with the store, as the system confirms, or None."""
     owner = read_owner(meta_directory)
     if owner is None or owner.host != socket.gethostname():
         return None

@@ -1,23 +1,22 @@
 """The right to use a store of one host: one process claims all of its directories (data/claim.py),
 and renews that while it has the store.
 
-Claims stand against who wants the store next:
+Claims against the next process:
 
-* One that was made with these very metadata and given back (``held`` is False) does not, nor one of
-  an earlier epoch than theirs.
-* Metadata that know no claim of the latest epoch have been overtaken: others have changed what lies
-  on the servers. Refused.
+* One made with these metadata and given back (``held`` is False), or of an earlier epoch, does not
+  count.
+* Metadata without a claim of the latest epoch are overtaken: others have changed the servers.
+  Refused.
 * The same metadata directory under the same kernel: its lock is ours, so the owner is dead. The
   claim counts no more.
-* The same metadata directory after a restart, or that of a machine's clone: for ``WATCH_S`` it is
-  watched whether anybody renews the claim, and only then is it taken over.
-* Any other metadata directory is a copy, and its owner may live. Refused, unless somebody says that
+* The same metadata directory after a restart, or a machine's clone: it is watched for ``WATCH_S``
+  for renewals, and taken over without.
+* Any other metadata directory is a copy, whose owner may live. Refused, unless the user says that
   it is dead (``force``).
 
-An owner looks for claims that have ended its own each time that it renews, every ``INTERVAL_S``. A
-process that takes over a right that may be in use waits for ``WATCH_S``, so that the old owner has
-noticed before anything is changed. A directory that does not answer ends no right: one whose owner
-can be told is enough for the next one to be refused, and for the old one to notice.
+At each renewal, every ``INTERVAL_S``, an owner looks for claims that ended its own. A process that
+takes over a possibly used right waits for ``WATCH_S``, so that the old owner has noticed. A silent
+directory ends no right: one readable owner suffices to refuse, and to notice.
 """
 
 import os
@@ -54,9 +53,7 @@ if TYPE_CHECKING:
 
 
 class StoreRight(ABC):
-    """The right of this process to a store. Used from one trio thread; ``run`` keeps it up in the
-    background.
-    """
+    """A process's right to a store. Used from one trio thread; ``run`` keeps it."""
 
     def __init__(self, servers: Servers) -> None:
         self.ended = ""
@@ -69,10 +66,8 @@ class StoreRight(ABC):
 
     @abstractmethod
     async def take(self, force: bool = False) -> None:
-        """Get the right; durable on return. ``force``: the user says that its owner is dead.
-
-        Raises StoreBusy or StoreError, which name its owner.
-        """
+        """Get the right; durable on return. ``force``: the user says that its owner is dead. Raises
+        StoreBusy or StoreError, which name its owner."""
 
     @abstractmethod
     async def run(self) -> None:
@@ -80,9 +75,8 @@ class StoreRight(ABC):
 
     @abstractmethod
     def give_back(self) -> None:
-        """The next owner may have the store at once, when the servers' threads have ended. Blocks
-        for a moment.
-        """
+        """Let the next owner have the store, once the servers' threads have ended. Blocks for a
+        moment."""
 
     def require(self) -> None:
         """Raises StoreBusy if there is no right any more."""
@@ -90,7 +84,7 @@ class StoreRight(ABC):
             raise StoreBusy(self.ended)
 
     def _end(self, why: str) -> None:
-        """There is no right any more, and nothing is written."""
+        """The right has ended; nothing is written."""
         if not self.ended:
             self.ended = why
             _log.error("%s", why)
@@ -141,9 +135,8 @@ class Ownership(StoreRight):
         self._renewing: set[int] = set()
 
     async def take(self, force: bool = False) -> None:
-        """Claim all directories. If it raises no claim is changed; or two have asked for it at
-        once, and whoever did not get it, perhaps both, may ask again.
-        """
+        """Claim all directories. After an error no claim is changed; or two asked at once, and
+        losers, perhaps both, may ask again."""
         rival, epoch = await _require_right(self._read, self._mine, self._lock, force)
         self._mine = replace(self._mine, epoch=epoch, time_s=time.time())
         if (
@@ -162,14 +155,12 @@ class Ownership(StoreRight):
         return [claim for claim in found if isinstance(claim, Claim)]
 
     async def _put(self, claim: Claim) -> Claim | None:
-        """Returns one that has ended it somewhere."""
+        """Returns a claim that has ended it."""
         found = await self._ask(lambda server: server.put_claim(claim, True))
         return next((theirs for theirs in found if isinstance(theirs, Claim)), None)
 
     async def _ask(self, call: Callable[[DataServer], Claim | None]) -> list[object]:
-        """What each directory answers that is there; one that hangs is not waited for longer than
-        usual.
-        """
+        """Each present directory's answer; hung ones are not waited for longer than usual."""
         servers = [server for server in self._servers.values() if not server.absent]
         if not servers:
             return []
@@ -189,9 +180,7 @@ class Ownership(StoreRight):
             self._renew()
 
     def _renew(self) -> None:
-        """Each directory in a thread of its own; one that has not answered since the last time is
-        left alone.
-        """
+        """A thread each; a directory that did not answer last time is left alone."""
         renewals = self._mine.renewals + 1
         self._mine = replace(self._mine, renewals=renewals, time_s=time.time())
         for server in self._servers.values():
@@ -209,9 +198,7 @@ class Ownership(StoreRight):
             _log.error("a claim is not renewed", exc_info=result)
 
     def give_back(self) -> None:
-        """By a last claim, of an epoch of its own: a copy of the metadata that was made while the
-        store was in use has been overtaken.
-        """
+        """By a last claim, of a new epoch: copies of the metadata made in use are overtaken."""
         epoch, renewals = self._mine.epoch, self._mine.renewals + 1
         if not self._servers.read_only:
             try:
@@ -236,9 +223,8 @@ def _give_back(server: DataServer, claim: Claim) -> None:
 
 
 def require_unused(directories: Iterable[str]) -> None:
-    """Nobody renews a claim to one of them. Blocks, for ``WATCH_S`` if one is held. Raises
-    StoreBusy.
-    """
+    """Check that nobody renews a claim there. Blocks, ``WATCH_S`` for a held one. Raises
+    StoreBusy."""
     paths = list(directories)
 
     async def read() -> list[Claim]:
@@ -251,11 +237,8 @@ def require_unused(directories: Iterable[str]) -> None:
 
 
 def follow(meta: str, directories: Iterable[str]) -> None:
-    """The metadata in ``meta``, made just now, may be used once the owner has given the store back;
-    nobody loses a right.
-
-    Durable on return. Blocks. Raises StoreBusy, NoSpace, Unavailable.
-    """
+    """Let new metadata in ``meta`` be used after the owner has given the store back; nobody loses a
+    right. Durable. Blocks. Raises StoreBusy, NoSpace, Unavailable."""
     lock = OwnerLock(meta, "")
     try:
         newest = max(_ask_each(read_claim, directories), key=lambda claim: claim.age, default=None)
@@ -266,12 +249,8 @@ def follow(meta: str, directories: Iterable[str]) -> None:
 
 
 def end_rights(meta: str, store: str, directories: Iterable[str], *, wait: bool) -> None:
-    """The metadata in ``meta``, made just now, are the store's from here on; a process that used
-    others with these directories is its owner no more. Durable on return. Blocks; with ``wait``
-    until an owner that lives has noticed.
-
-    Raises StoreBusy, NoSpace, Unavailable.
-    """
+    """Make new metadata in ``meta`` the store's; users of others lose their right. Durable. Blocks;
+    with ``wait`` until a live owner has noticed. Raises StoreBusy, NoSpace, Unavailable."""
     places = list(directories)
     claims = _ask_each(read_claim, places)
     lock = OwnerLock(meta, "")
@@ -291,9 +270,7 @@ def _ask_each(
     directories: Iterable[str],
     *args: object,
 ) -> list[Claim]:
-    """The claims that it finds in directories, at once; what fails or does not answer is done
-    without. Blocks.
-    """
+    """The claims found in directories, at once, without failing or silent ones. Blocks."""
     paths = list(directories)
     answers = ask_all(
         [(Patience(), function, (storage_at(path), *args)) for path in paths], _ANSWER_S
@@ -319,11 +296,8 @@ _Read = Callable[[], Awaitable[list[Claim]]]
 async def _require_right(
     read: _Read, mine: Claim, lock: OwnerLock, force: bool
 ) -> tuple[Claim | None, int]:
-    """The claim that may be in use and is taken over, None if there is none, and the next epoch.
-    ``lock`` knows the last claim that was made with these metadata.
-
-    Raises StoreBusy, StoreError.
-    """
+    """The claim, maybe in use, to take over, or None, and the next epoch. ``lock`` knows the last
+    claim of these metadata. Raises StoreBusy, StoreError."""
     claims = await read()
     if not claims:
         return None, lock.epoch + 1
@@ -350,7 +324,7 @@ async def _require_right(
 
 
 async def _seen_alive(read: _Read) -> Claim | None:
-    """A held claim that is renewed while one watches, if there is any that is held."""
+    """A held claim that is renewed while watched, or None."""
     before = [claim for claim in await read() if claim.held]
     if not before:
         return None
@@ -364,9 +338,7 @@ async def _seen_alive(read: _Read) -> Claim | None:
 
 
 def place_of(meta: str) -> tuple[int, int, int]:
-    """What tells a metadata directory from a copy of it; the first number is another one after a
-    restart.
-    """
+    """Tells a metadata directory from a copy; the first number changes at a restart."""
     status = os.stat(os.path.join(meta, MARKER_NAME))
     return status.st_dev, status.st_ino, status.st_ctime_ns
 

@@ -1,9 +1,7 @@
-"""Backups of the metadata of a store that is not mounted: making one, listing them, making a
-metadata directory of one.
+"""Backups of an unmounted store's metadata: making, listing, restoring.
 
-What has been written since the backup is unknown to the restored metadata. Nothing of it is
-deleted: what would have other objects deleted, or trusts what may have changed, does not come back
-(``_disarm``), and no id is given out again.
+Later writes are unknown to restored metadata, and not deleted: records that would have other
+objects deleted, or trust changed bytes, stay out (``_disarm``), and no id is given out again.
 """
 
 import json
@@ -55,17 +53,13 @@ from aifs.store.store import open_store
 _log = logger(__name__)
 
 _NOT_RESTORED = b"gmjv"
-"""Kinds of records that would have objects deleted that newer files may be in, or say where a job
-was that has gone on.
-"""
+"""Records that would delete objects with newer files, or place of a job that went on."""
 
 _IDS_LOST_AT_MOST = 1 << 32
 """Ids that may have been given out since the backup without leaving an object."""
 
 _SEQS_LOST_AT_MOST = 1 << 40
-"""Transaction numbers that backups may have which are on servers that cannot be read now: those of
-some 250 mounts.
-"""
+"""Numbers of transactions in unreadable servers' backups, at most: of some 250 mounts."""
 
 _ANSWER_S = 10.0  # what a directory may take to say whether it is there
 _BATCH = 2048
@@ -73,11 +67,8 @@ _SYNC_EVERY = 32  # batches
 
 
 def back_up(config: Config, to: str) -> None:
-    """Make a backup now of a store that is not in use: on the data servers, or a base in the
-    directory ``to``. Blocks.
-
-    Raises StoreError, StoreBusy, NoSpace, Unavailable.
-    """
+    """Back up an unused store now: on the data servers, or a base in the directory ``to``. Blocks.
+    Raises StoreError, StoreBusy, NoSpace, Unavailable."""
 
     async def make() -> None:
         store = await open_store(config)
@@ -104,9 +95,7 @@ class RestorableState:
     seq: int
     """The number of its last transaction."""
     created_ns: int
-    """When the last of its files was made, since the epoch; 0: nobody can tell, it is
-    ``damaged``.
-    """
+    """When its last file was made, since the epoch; 0: unknown, it is ``damaged``."""
     segments: int
     """How many files it takes."""
     bytes: int
@@ -121,9 +110,7 @@ class FoundBackups:
     """The segments in some storages, each perhaps in several of them."""
 
     def __init__(self, store: str, places: Sequence[Storage], folder: str) -> None:
-        """``folder``: what the names of their blobs begin with. Raises StoreError if a storage
-        cannot be read.
-        """
+        """``folder``: prefix of their blobs' names. Raises StoreError for an unreadable storage."""
         self._store = store
         self._folder = folder
         self._places: dict[Name, list[Storage]] = {}
@@ -205,11 +192,8 @@ def answering(config: Config) -> Config:
 
 
 def find(config: Config, source: str) -> tuple[str, FoundBackups]:
-    """The store's uuid, as the data servers tell it, and the backups on them or in the directory
-    ``source``.
-
-    Raises StoreError, also if the metadata are in a database.
-    """
+    """The store's uuid by the data servers, and backups there or in the directory ``source``.
+    Raises StoreError, also if a database has the metadata."""
     if config.is_cluster:
         raise _in_database(config.source, config.meta.url)
     stores: dict[str, str] = {}
@@ -252,9 +236,8 @@ def _in_database(place: str, database: str) -> StoreError:
 
 
 def states(found: FoundBackups) -> Iterator[RestorableState]:
-    """The newest state of each base, the newest base first. Of the segments, only the last one, and
-    that of the base, are read: they say when they were made, or that they are damaged.
-    """
+    """The newest state of each base, newest first. Reads only the last segment, and the base's:
+    they tell times, and damage."""
     for chain in chains(found.sizes):
         try:
             found.read(_base_of(chain))
@@ -291,12 +274,12 @@ def _generation(found: FoundBackups, chain: Chain) -> int:
 
 
 def restore(config: Config, source: str, at: int | None, force: bool = False) -> RestorableState:
-    """Make the metadata directory anew from the newest whole backup (with ``at``: up to that
-    transaction). Blocks.
+    """Make the metadata directory from the newest whole backup (``at``: up to that transaction).
+    Blocks.
 
-    A process that used other metadata with these servers has lost the right to them, and stops when
-    it notices. Raises StoreError: also if there is something in the metadata directory. Nothing is
-    left there then. StoreBusy, unless ``force``: if somebody is seen to use the servers.
+    Processes with other metadata of these servers lose their right, and stop when they notice.
+    Raises StoreError, also for a non-empty metadata directory; nothing is left there then.
+    StoreBusy, unless ``force``: the servers are seen in use.
     """
     meta = config.meta.directory
     if os.path.isdir(meta) and set(os.listdir(meta)) - {ASIDE, OWNER_NAME}:
@@ -337,8 +320,7 @@ def restore(config: Config, source: str, at: int | None, force: bool = False) ->
 
 
 def beyond_backups(*names: Iterable[Name]) -> int:
-    """A transaction number that none of these backups has, nor one on a server that cannot be read
-    now."""
+    """A transaction number that no backup has, also none on unreadable servers."""
     numbers = (name.seq or name.after for some in names for name in some)
     return max(numbers, default=0) + _SEQS_LOST_AT_MOST
 
@@ -379,7 +361,7 @@ def _put_all(tx: Transaction, changes: list[tuple[bytes, bytes | None]]) -> None
 
 
 async def _disarm(engine: LmdbEngine) -> None:
-    """Take out what is not true any more, or dangerous to what the metadata does not know of."""
+    """Take out untrue records, or ones dangerous to unknown objects."""
     for container in await engine.view(chunks.open_containers):
         await engine.transact(
             chunks.seal_container, container
@@ -402,11 +384,8 @@ def _drop_some(tx: Transaction, start: bytes, end: bytes) -> bool:
 
 
 def _distrust_copies(tx: Transaction, start: bytes, end: bytes) -> bytes:
-    """A burst copy that was a cache may hold newer bytes by now; one that was the only place is
-    taken as it is.
-
-    Handles some records; the last key, b"" if there was none.
-    """
+    """A burst copy that was a cache may have newer bytes; an only copy is taken as it is. Handles
+    some records; returns the last key, b"" for none."""
     records = list(tx.range(start, end, _BATCH))
     for key, value in records:
         try:

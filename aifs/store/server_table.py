@@ -1,9 +1,7 @@
-"""The table of an open store's servers: servers added, on the way out, lost, removed; and those
-that may be missing.
+"""The table of an open store's servers: added, on the way out, lost, removed; and maybe missing.
 
-The table in the metadata is what counts; a configuration names directories when a store is made,
-and failure domains whenever it is opened. Changes are durable on return; each is one transaction,
-and what is in use follows it.
+The metadata's table counts; a configuration names directories when a store is made, and failure
+domains at each opening. Changes are durable on return, one transaction each, then followed in use.
 """
 
 import os
@@ -66,19 +64,13 @@ class ServerTable:
     async def add(
         self, directory: str, role: str = "data", domain: str = "", storage_class: str = ""
     ) -> int:
-        """Make ``directory`` a data server ('data') or burst directory ('burst'); returns its id.
-        New files use it, or those that have aged, if it has a class.
-
-        Raises StoreError if it is not an empty directory.
-        """
+        """Make ``directory`` a 'data' server or 'burst' directory for new files, or, of a class,
+        aged ones; returns its id. Raises StoreError if it is no empty directory."""
         return await self._add(directory, role, domain, storage_class)
 
     async def replace(self, server_id: int, directory: str, state: str) -> int:
-        """Make ``directory`` a data server that takes over from another one, which gets ``state``;
-        returns its id.
-
-        It may have the path of a lost server. Raises Invalid, StoreError.
-        """
+        """Make ``directory`` the successor of a server, which gets ``state``; returns its id. It
+        may have a lost server's path. Raises Invalid, StoreError."""
         of = await self.find(server_id)
         return await self._add(directory, "data", of.domain, of.storage_class, server_id, state)
 
@@ -135,9 +127,7 @@ class ServerTable:
             raise StoreError(f"{directory}: {error.strerror}") from error
 
     async def change(self, server_id: int, state: str) -> None:
-        """Record the state of a server. One that is in use again has no successor. Raises
-        Invalid.
-        """
+        """Record a server's state; one in use again has no successor. Raises Invalid."""
         async with self._changing:
             record = replace(await self.find(server_id), state=state)
             if state == ACTIVE:
@@ -153,9 +143,8 @@ class ServerTable:
             )
 
     async def follow(self, server_id: int) -> None:
-        """Another host has changed the record of a server: what is in use follows it. A data server
-        that cannot be reached from here is named in the log; its files are EIO.
-        """
+        """Follow another host's change of a server's record. An unreachable data server is logged;
+        its files are EIO."""
         async with self._changing:
             record = await self._engine.view(servers.get_server, server_id)
             if self._servers.find(server_id) is None:
@@ -176,18 +165,13 @@ class ServerTable:
             self._classify(server_id, record)
 
     async def require_settled(self, server_id: int) -> None:
-        """Nothing is being made, moved or deleted on a server: what refers to it is on record.
-
-        Raises Busy.
-        """
+        """Require that nothing is being made, moved or deleted on a server unrecorded. Raises
+        Busy."""
         await self._engine.view(_require_settled, server_id)
 
     async def remove(self, server_id: int) -> None:
-        """Take a server that nothing refers to out of the table, and the marker out of its
-        directory.
-
-        Raises Busy if something on its way is going to refer to it: then try again later.
-        """
+        """Take an unused server out of the table, and its marker. Raises Busy if something on its
+        way will use it: try later."""
         async with self._changing:
             server = self._servers.find(server_id)
             # What is to be deleted in a burst directory that is gone has nobody to wait for.
@@ -220,7 +204,7 @@ def _remove(tx: Transaction, server_id: int, is_gone: bool) -> None:
 
 
 def _require_settled(tx: ReadTransaction, server_id: int) -> None:
-    """Objects are on record as garbage before they are made, or while they are deleted."""
+    """Objects are recorded as garbage before they are made, or deleted."""
     if any(_garbage_on(tx, server_id)):
         raise Busy(f"objects on {name_of(server_id)} are being made or deleted just now")
     if any(keys.stray_parts(key)[1] == server_id for key, _ in tx.range(*keys.all_of(b"m"))):
@@ -235,7 +219,7 @@ def _garbage_on(tx: ReadTransaction, server_id: int) -> Iterator[tuple[bytes, Ga
 
 
 def _forget_garbage(tx: Transaction, server_id: int) -> None:
-    """What lies on a server that is gone for good is nobody's concern."""
+    """Forget garbage on a lost server."""
     for key, garbage in list(_garbage_on(tx, server_id)):
         layout = garbage.layout
         others = tuple(number for number in layout.servers if number != server_id)
@@ -250,11 +234,10 @@ def _forget_garbage(tx: Transaction, server_id: int) -> None:
 
 
 async def load_servers(config: Config, engine: Engine, in_use: Servers, read_only: bool) -> None:
-    """Tell ``in_use`` what the table says, and find out who is there.
+    """Tell ``in_use`` the table, and see which servers are there.
 
-    A data server is done without, with a warning, if it holds no unprotected bytes or the
-    configuration allows it; a burst directory if it holds cached copies alone. Raises StoreError
-    that names the first other one that is not what it should be.
+    A data server without unprotected bytes, or as configured, and a burst directory with caches
+    alone, may be missing, with a warning. Raises StoreError, naming the first other one at fault.
     """
     records, unprotected = (
         await engine.view(servers.read_table),
@@ -300,17 +283,14 @@ async def load_servers(config: Config, engine: Engine, in_use: Servers, read_onl
 
 
 def _count_undrained(tx: ReadTransaction, server: DataServer) -> tuple[int, int]:
-    """Files that have their newest bytes there, and those of them that another host has a copy
-    of."""
+    """Files with newest bytes there, and those with a copy on another host."""
     records = map(decode_burst, (value for _, value in tx.range(*keys.all_of(b"b"))))
     found = [record for record in records if record.undrained and record.server == server.id]
     return len(found), sum(record.mirror is not None for record in found)
 
 
 async def adopt_places(config: Config, engine: Engine) -> None:
-    """Failure domains and classes that the configuration names are those of the table from now on.
-    Durable on return.
-    """
+    """Take over the configuration's failure domains and classes into the table, durably."""
     named = {
         place.path: place
         for place in config.places
@@ -341,9 +321,8 @@ async def adopt_places(config: Config, engine: Engine) -> None:
 
 
 async def register_burst(config: Config, engine: Engine, store: str) -> None:
-    """The burst directories that the configuration of this host of many names are in the table from
-    now on, as this host's. Blocks; durable on return. Raises StoreError if one holds something.
-    """
+    """Put this host's configured burst directories into the table. Blocks; durable. Raises
+    StoreError if one is not empty."""
     table = await engine.view(servers.read_table)
     own = [below(config.source, row.path) for row in table.values() if row.host == engine.host]
     known = directories.same_directories(config.burst.directories, own)
@@ -363,7 +342,7 @@ async def register_burst(config: Config, engine: Engine, store: str) -> None:
 def _require_nobodys(
     path: str, table: Mapping[int, ServerRecord], store: str, hosts: Mapping[int, str]
 ) -> None:
-    """It is no burst directory that the store has. Raises StoreError that names its host."""
+    """Require that it is no burst directory of the store. Raises StoreError, naming its host."""
     try:
         marker = storage_at(path).read_marker()
     except StoreError:
@@ -389,11 +368,8 @@ def note_elsewhere(
 
 
 def require_registered(config: Config, paths: list[str], adding: str) -> None:
-    """The directories that a configuration file names are in the table, whose ``paths`` are given.
-    Raises StoreError.
-
-    ``adding``: one that is about to be.
-    """
+    """Require that a configuration file's directories (``paths``) are in the table, except
+    ``adding``. Raises StoreError."""
     known = [*paths, *filter(None, (adding,))]
     named = [("server", "", path) for path in config.servers]
     named += [("burst directory", "--burst ", path) for path in config.burst.directories]

@@ -1,8 +1,5 @@
-"""A store on disk: making one, opening one.
-
-The metadata holds the store's identity and the table of its data servers and burst directories
-(server_table); every directory carries the same identity in its marker.
-"""
+"""A store on disk: making and opening it. The metadata have its identity and table of servers
+(server_table); each directory has the identity in its marker."""
 
 import json
 import os
@@ -70,9 +67,7 @@ class Store:
     clean: bool
     """It was closed in order, so nothing needs to be recovered."""
     same_boot: bool
-    """The kernel that was running when it was last used is running still, with all that it had in
-    its page cache.
-    """
+    """The kernel of its last use is still running, with its page cache."""
     engine: Engine
     servers: Servers
     table: ServerTable
@@ -86,12 +81,9 @@ class Store:
     """All hosts that have it mounted; None: it has one."""
 
     def close(self, orderly: bool = True) -> None:
-        """Blocks; the metadata is durable when it returns. The caller has stopped all use of the
-        store.
-
-        ``orderly``: all else is durable too. Raises Unavailable, with the store let go, if
-        something acknowledged is not on stable storage.
-        """
+        """Close an unused store. Blocks; the metadata are durable on return. ``orderly``: all else
+        is, too. Raises Unavailable, with the store let go, if an acknowledged change is not on
+        stable storage."""
         if orderly:
             self.ownership.give_back()
         self.tell()
@@ -122,11 +114,11 @@ class Store:
 
 
 def format_store(config: Config, force: bool) -> str:
-    """Make an empty store in the configured directories, and in the database if one is configured;
-    returns its uuid. Blocks; durable when it returns.
+    """Make an empty store in the configured directories, and database; returns its uuid. Blocks;
+    durable on return.
 
-    Without ``force`` all of them must be empty or missing; with it, stores in them are erased.
-    Files that are not a store's are never erased. Raises StoreError, StoreBusy.
+    Without ``force`` they must be empty or missing; with it, stores there are erased, never other
+    files. Raises StoreError, StoreBusy.
     """
     meta_role = "replica" if config.is_cluster else "meta"
     roles = [(meta_role, 0, config.meta.directory)]
@@ -168,7 +160,7 @@ _Put = Callable[[Iterable[tuple[bytes, bytes]]], None]
 
 
 def _making(config: Config, force: bool) -> AbstractContextManager[_Put | None]:
-    """See cluster.making; None for a store of one host, which needs nothing of it."""
+    """See cluster.making; None for a store of one host."""
     if not config.is_cluster:
         return nullcontext()
     from aifs.store.cluster import making
@@ -177,7 +169,7 @@ def _making(config: Config, force: bool) -> AbstractContextManager[_Put | None]:
 
 
 def _store_in_database(config: Config) -> str:
-    """The uuid of the one that is made anew there, if no host has it; "" if there is none."""
+    """The uuid of a store made anew there, unused by hosts; or ""."""
     if not config.is_cluster:
         return ""
     from aifs.store.cluster import find_unused
@@ -186,13 +178,12 @@ def _store_in_database(config: Config) -> str:
 
 
 def _registered(config: Config, roles: list[_Role]) -> list[_Role]:
-    """Those in the table. Of many hosts each adds its own burst directories when it mounts the
-    store."""
+    """Those in the table; with many hosts, each adds its burst directories when mounting."""
     return [each for each in roles[1:] if each[0] == "data" or not config.is_cluster]
 
 
 def _format(config: Config, roles: list[_Role], identity: str, put: _Put | None) -> None:
-    """All but the markers."""
+    """All except markers."""
     meta_role, _, meta = roles[0]
     require_unused(path for _, _, path in roles[1:])
     for role, _, path in roles:
@@ -241,9 +232,8 @@ def _write_first_records(tx: Transaction, identity: str, table: dict[int, Server
 
 
 def require_metadata(config: Config) -> None:
-    """There is a directory for the metadata. Raises StoreError, which says what to do; OSError if
-    it may not be seen.
-    """
+    """Require a metadata directory. Raises StoreError, with advice; OSError if it may not be
+    seen."""
     meta, source = config.meta.directory, config.source
     with suppress(FileNotFoundError, NotADirectoryError):
         if stat.S_ISDIR(os.stat(meta).st_mode):
@@ -260,9 +250,7 @@ def require_metadata(config: Config) -> None:
 
 
 class _LocalMetadata:
-    """In the metadata directory, for who holds its lock and has claimed all directories of the
-    store.
-    """
+    """In the metadata directory, locked, with all directories of the store claimed."""
 
     def __init__(self, config: Config, mountpoint: str) -> None:
         require_metadata(config)
@@ -295,9 +283,7 @@ class _LocalMetadata:
 
 
 def find_metadata(config: Config, mountpoint: str = "", alone: bool = False) -> Metadata:
-    """Look where the metadata of a store are. Blocks; changes nothing. Raises StoreError, which
-    says what to do.
-    """
+    """Find a store's metadata. Blocks; changes nothing. Raises StoreError, with advice."""
     if config.is_cluster:
         # It needs packages that a store of one host does not.
         from aifs.store.cluster import ClusterMetadata
@@ -315,13 +301,12 @@ async def open_store(
     force: bool = False,
     alone: bool = False,
 ) -> Store:
-    """Own and open a store, with its journal replayed. Raises StoreError, StoreBusy.
+    """Own and open a store, its journal replayed. Blocks: called before anything else runs. Raises
+    StoreError, StoreBusy.
 
-    ``adding``: a directory that the configuration may name though it is no part of the store yet.
-    ``force``: the process that has claimed its directories is dead. ``alone``: no other host may
-    use the store meanwhile.
-
-    Opening blocks the thread: it is done before anything else runs in it.
+    ``adding``: a directory that the configuration may name before it belongs to the store.
+    ``force``: the process that claimed its directories is dead. ``alone``: no other host may use
+    the store.
     """
     metadata = find_metadata(config, mountpoint, alone)
     meta = config.meta.directory
@@ -383,10 +368,8 @@ async def open_store(
 
 
 def _require_not_in_database(source: str, servers: Servers, copying: str) -> None:
-    """The markers of the data servers say that the metadata are those of one host. ``copying``:
-    where they were being copied to, or from; then all servers have to say so (copying.py). Raises
-    StoreError.
-    """
+    """Require that the markers name no database; ``copying`` (where the metadata were being
+    copied): all servers', see copying.py. Raises StoreError."""
     for server in servers.capacity():
         if server.database:
             raise StoreError(
@@ -401,8 +384,8 @@ def _require_not_in_database(source: str, servers: Servers, copying: str) -> Non
 
 
 def require_current(superblock: Mapping[str, Any], where: str) -> None:
-    """These metadata are of the format that is known here, and the store's still. ``where`` they
-    are. Raises StoreError."""
+    """Require this format of metadata, and that they are the store's. ``where``: their place.
+    Raises StoreError."""
     if (form := superblock.get("format", FORMAT)) != FORMAT:
         raise StoreError(
             f"{where}: the store has format {form!r}; this version knows {FORMAT!r} alone"
@@ -415,10 +398,8 @@ def require_current(superblock: Mapping[str, Any], where: str) -> None:
 
 
 async def _read_identity(engine: Engine, metadata: Metadata) -> tuple[str, bool, str | None, str]:
-    """The store's uuid; whether this host has closed it in order, and the boot when it did; where
-    its metadata were being copied, "" if they were not. Raises StoreError if what says so is
-    damaged, or it is not what was expected.
-    """
+    """The store's uuid; whether this host closed it in order, and its boot then; where its metadata
+    were being copied, or "". Raises StoreError if damaged, or unexpected."""
 
     def read(tx: ReadTransaction) -> tuple[dict[str, Any], bool, str | None]:
         superblock = json.loads(tx.get(keys.SUPERBLOCK) or b"")
