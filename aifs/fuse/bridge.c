@@ -89,6 +89,19 @@ static bool hand_over(const struct fuse_in_header *header)
     return result > 0;
 }
 
+/* Tell Python which inodes the kernel has forgotten: if they are due or many, or nothing else is to be done. */
+static void hand_over_forgotten(bool is_idle)
+{
+    struct fuse_in_header *header = &bridge.forgotten.header;
+    bool is_full = header->len == offsetof(struct forgotten, due_ns);
+    if (header->len == 0 || !(is_idle || is_full || bridge.now_ns >= bridge.forgotten.due_ns))
+        return;
+    int read_error = errno;
+    hand_over(header);
+    header->len = 0;
+    errno = read_error;
+}
+
 static uint64_t clock_ns(clockid_t clock)
 {
     struct timespec now;
@@ -212,6 +225,7 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
     }
     if (released != NULL)
         PyEval_RestoreThread(released);
+    hand_over_forgotten(passed < 0);
     return passed;
 }
 

@@ -27,6 +27,7 @@ from aifs.meta.records import APPEND_ONLY, IMMUTABLE, INHERITS_PROJECT, SNAPSHOT
 from aifs.vfs.filesystem import Filesystem
 
 (
+    FORGET,
     STATFS,
     RELEASE,
     FLUSH,
@@ -43,6 +44,7 @@ from aifs.vfs.filesystem import Filesystem
     STATX,
     COPY_FILE_RANGE_64,
 ) = (
+    2,
     17,
     18,
     25,
@@ -176,7 +178,10 @@ class HandedOver:
         self, opcode: int, unique: int, nodeid: int, caller: tuple[int, int, int], body: bytes
     ) -> bool:
         """Take a request. Returns at once, True if it will be answered (INTERRUPT: if it was
-        ours)."""
+        ours). FORGET is of many inodes at once, and gets no answer."""
+        if opcode == FORGET:
+            self._fs.forget([*memoryview(body).cast("Q")])
+            return False
         if opcode == INTERRUPT:
             (interrupted,) = _UNIQUE.unpack_from(body)
             if (scope := self._running.get(interrupted)) is not None:

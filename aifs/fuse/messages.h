@@ -56,6 +56,7 @@ enum verdict {
     ANSWER,    /* the bridge answers it, as the struct answer says */
     HAND_OVER, /* a Python coroutine answers it */
     OFFER,     /* Python is asked whether it is for one of its own; if not: PASS */
+    NOTED,     /* it asks for no answer */
 };
 
 struct kind {
@@ -107,6 +108,17 @@ static const struct kind kinds[OPCODES] = {
 
 enum { INODES_MAX = 1 << 20, PLAIN_MAX = 8192, TOLD_MAX = 1 << 23, SHARED_MAX = 1024 };
 
+/* Inodes that the kernel has forgotten, as a request: Python hears of many of them at once. */
+enum { FORGOTTEN_MAX = 256 };
+
+struct forgotten {
+    struct fuse_in_header header; /* its length counts those that are there; 0: none are */
+    uint64_t nodeids[FORGOTTEN_MAX];
+    uint64_t due_ns; /* when Python is to hear of them at the latest, as now_ns */
+};
+
+#define FORGOTTEN_NS 10000000
+
 struct expected {
     uint64_t unique, nodeid, xattr_changes;
     uint64_t name; /* the hash of the one that it asks for, or makes; 0: none */
@@ -156,6 +168,7 @@ struct bridge {
     struct opens opens;
     struct counted earlier; /* by the daemon that had the mount before, if there was one */
     struct entries entries; /* where there are no other hosts */
+    struct forgotten forgotten;
     struct places places;
     struct part parts[PARTS_MAX]; /* of the answer to the request examined last */
     uint64_t now_ns;                    /* by CLOCK_MONOTONIC, as the kernel's timeouts; bridge.c sets it */
@@ -411,6 +424,22 @@ static inline enum verdict examine_getxattr(struct bridge *bridge, const struct 
     return PASS;
 }
 
+/* Whether there was room for another inode that the kernel has forgotten. */
+static inline bool note_forgotten(struct bridge *bridge, uint64_t nodeid)
+{
+    struct forgotten *all = &bridge->forgotten;
+    if (all->header.len == 0) {
+        all->header = (struct fuse_in_header){.len = sizeof all->header, .opcode = FUSE_FORGET};
+        all->due_ns = bridge->now_ns + FORGOTTEN_NS;
+    }
+    size_t count = (all->header.len - sizeof all->header) / sizeof nodeid;
+    if (count == FORGOTTEN_MAX)
+        return false;
+    all->nodeids[count] = nodeid;
+    all->header.len += sizeof nodeid;
+    return true;
+}
+
 /* A request in full (header and body), and the time of day: the verdict, and for ANSWER the answer. Edits it in place.
  * `is_sure`: see sure_until_ns. */
 static inline enum verdict examine_request(struct bridge *bridge, void *message, size_t size, uint64_t now_ns,
@@ -457,6 +486,8 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
         }
         return PASS;
     }
+    case FUSE_FORGET:
+        return !state->sees_all && note_forgotten(bridge, header->nodeid) ? NOTED : PASS;
     case FUSE_GETATTR: {
         const struct fuse_attr_out *found = find_directory(&bridge->directories, header->nodeid);
         const struct fuse_attr *known = find_attributes(&bridge->opens, header->nodeid);

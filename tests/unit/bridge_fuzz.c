@@ -27,7 +27,7 @@ static uint64_t below(uint64_t limit)
 }
 
 static const uint32_t interesting[] = {
-    FUSE_LOOKUP, FUSE_GETATTR, FUSE_SETATTR, FUSE_OPEN, FUSE_READ, FUSE_WRITE, FUSE_SETXATTR, FUSE_GETXATTR, FUSE_INIT, FUSE_OPENDIR, FUSE_FSYNCDIR, FUSE_CREATE, FUSE_INTERRUPT,
+    FUSE_LOOKUP, FUSE_FORGET, FUSE_GETATTR, FUSE_SETATTR, FUSE_OPEN, FUSE_READ, FUSE_WRITE, FUSE_SETXATTR, FUSE_GETXATTR, FUSE_INIT, FUSE_OPENDIR, FUSE_FSYNCDIR, FUSE_CREATE, FUSE_INTERRUPT,
     FUSE_RELEASE, FUSE_FLUSH, FUSE_GETLK, FUSE_SETLK, FUSE_SETLKW, FUSE_IOCTL, FUSE_FALLOCATE, FUSE_READDIRPLUS, FUSE_LSEEK, FUSE_COPY_FILE_RANGE, FUSE_SYNCFS, FUSE_TMPFILE, FUSE_MKNOD, FUSE_MKDIR, FUSE_SYMLINK, FUSE_LINK, FUSE_RENAME, FUSE_RENAME2, STATX, COPY_FILE_RANGE_64, OPCODES, UINT32_MAX,
 };
 
@@ -98,6 +98,10 @@ static void one_request(struct bridge *bridge)
     if (verdict == ANSWER && answer.error == 0 && header.opcode != FUSE_RELEASE && header.opcode != FUSE_FLUSH
         && (bridge->state.sees_all || !is_sure))
         abort(); /* somebody wants to see it, or it may be old */
+    if (bridge->forgotten.header.len > offsetof(struct forgotten, due_ns))
+        abort();
+    if (below(500) == 0)
+        bridge->forgotten.header.len = 0; /* as bridge.c does when Python has heard of them */
     bridge->state.sees_all = below(50) == 0;
     bridge->state.fresh[header.nodeid] = below(2) ? header.nodeid : 0;
     free(message);

@@ -278,6 +278,14 @@ async def test_who_gets_a_lock_at_once_sees_the_size_that_another_host_has_made(
     assert dropped == [7] and replies == [(7, 0, b""), (8, 0, b"")]
 
 
+async def test_inodes_that_the_kernel_has_forgotten_come_together_and_get_no_answer() -> None:
+    forgotten: list[int] = []
+    requests, replies = handing_over(SimpleNamespace(forget=forgotten.extend))
+    body = struct.pack("=3Q", 7, 1 << 40, 9)
+    assert not requests.take(handed_over.FORGET, 0, 0, CALLER, body)
+    assert forgotten == [7, 1 << 40, 9] and not replies
+
+
 async def test_requests_that_still_wait_when_the_mount_ends_are_answered() -> None:
     requests, replies = handing_over(FakeFilesystem())
     async with trio.open_nursery() as nursery:
