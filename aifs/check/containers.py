@@ -1,6 +1,4 @@
-"""The check of the records of containers: chunk lists against files, the table of containers, and
-shared chunks.
-"""
+"""The check of containers' records: chunk lists against files, the table, and shared chunks."""
 
 from array import array
 from bisect import bisect_left
@@ -25,10 +23,8 @@ _NONE = -1
 
 class ContainerRecords:
     """Handlers are called for all interleaved files, then all ``t``, ``a``, ``y``, ``h`` and ``l``
-    records; then ``conclude``, which reads the ``h`` records again.
-
-    Memory: a few numbers for each container, and those of all shared chunks (``_Shared``).
-    """
+    records; then ``conclude``, which reads ``h`` again. Memory: a few numbers for each container,
+    and all shared chunks' (``_Shared``)."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -72,9 +68,7 @@ class ContainerRecords:
         self._loose.add(oid)
 
     async def chunk_list(self, key: bytes, value: bytes, ino: int | None, certain: bool) -> None:
-        """``ino``: the inode with this object id, if there is one; ``certain``: none of them is
-        unreadable.
-        """
+        """``ino``: the inode with this object id, or None; ``certain``: all inodes are readable."""
         oid, first = keys.chunk_list_parts(key)
         self._records.in_use(oid)
         user = None if ino is None else await self._records.view(_find, ino)
@@ -103,8 +97,7 @@ class ContainerRecords:
             self._count_live(place)
 
     def _count(self, extents: list[Extent], first: int) -> str:
-        """Count the bytes that extents name; returns the fault of the first one whose bytes are
-        lost."""
+        """Count the bytes that extents name; returns the first one's fault, of lost bytes."""
         found = ""
         for number, (length, place, is_shared) in enumerate(extents, first):
             if place is None:
@@ -136,7 +129,7 @@ class ContainerRecords:
     def _judge(
         self, inode: Inode, first: int, start: int, extents: list[Extent], wrong: str
     ) -> None:
-        """Lists are met record by record: each goes on where the last one has ended."""
+        """Lists come record by record: each goes on at the last one's end."""
         walk = self._walk_of(inode)
         if (first, start) != (walk.number, walk.offset) and not walk.is_broken:
             wrong = self._lacking(f"nothing in the list covers bytes {walk.offset} to {start}")
@@ -177,9 +170,8 @@ class ContainerRecords:
         self._records.problem("lost-chunk", inode.ino, detail)
 
     def may_hold_chunks(self, number: int) -> bool:
-        """Whether some file may lie in this container, whatever the table says. All handlers have
-        been called.
-        """
+        """Whether a file may lie in this container, whatever the table says. All handlers were
+        called."""
         return number in self._live or number in self._undecoded or not self._complete
 
     async def conclude(self) -> None:
@@ -203,9 +195,8 @@ class ContainerRecords:
 
 @dataclass(slots=True)
 class _Walk:
-    """How far the records of a chunk list have been met. ``is_broken``: the last one cannot be
-    read, which has been reported.
-    """
+    """How far a chunk list's records have been met. ``is_broken``: the last is unreadable, as
+    reported."""
 
     inode: Inode | None = None
     number: int = 0
@@ -221,12 +212,12 @@ def _find(tx: ReadTransaction, ino: int) -> Inode | None:
 
 
 class _Shared:
-    """The check of shared chunks: their records against the containers, and their references
-    against the extents that name them. To be called in order: ``record`` for all ``h`` records,
-    ``name`` for all extents that name one, ``references`` for all records again.
+    """The check of shared chunks: records against containers, references against extents. Called in
+    order: ``record`` for all ``h`` records, ``name`` for all naming extents, ``references`` for all
+    records.
 
-    Memory: 52 bytes for each shared chunk (its digest, the beginning of it to find it by, a count,
-    a length), so that ten million of them, 40 TB in chunks of 4 MiB, take 520 MB.
+    Memory: 52 bytes a shared chunk (digest, its beginning to find it, count, length): ten million,
+    40 TB in chunks of 4 MiB, take 520 MB.
     """
 
     def __init__(self, records: Records, what_is_wrong: Callable[[Location], str]) -> None:
@@ -245,8 +236,7 @@ class _Shared:
         self._unreadable: dict[bytes, str] = {}
         """By digest, the faults of records that cannot be read."""
         self.hides_places = False
-        """Whether extents name chunks that may lie anywhere, as their records are missing or wrong.
-        """
+        """Whether extents name chunks in unknown places, by missing or wrong records."""
 
     def record(self, key: bytes, value: bytes) -> Location | None:
         """Returns the chunk's place, if it can be read."""
@@ -268,9 +258,8 @@ class _Shared:
         return place
 
     def name(self, digest: bytes, length: int) -> str:
-        """An extent of ``length`` bytes names this chunk; returns why its bytes cannot be had, or
-        nothing.
-        """
+        """An extent of ``length`` bytes names this chunk; returns why its bytes are missing, or
+        ''."""
         row = self._find(digest)
         if row == _NONE:
             self.hides_places = True
@@ -286,8 +275,7 @@ class _Shared:
         return ""
 
     def references(self, key: bytes, value: bytes, complete: bool) -> None:
-        """``complete``: all lists could be read, so that nobody else names the chunk. Without that
-        a count may be too high, or be right."""
+        """``complete``: all lists were readable. Otherwise a high count may be right."""
         digest = keys.shared_digest(key)
         row = self._find(digest)
         if row == _NONE:

@@ -1,8 +1,7 @@
-"""The check of burst copies and of checksums against the inodes. Part of the metadata scan.
+"""The check of burst copies and checksums against inodes. Part of the metadata scan.
 
-An inode says which burst copy it has; the copy's record, by which mounts find it, follows the
-inode. The record of a mirror and that of the copy that it is of name each other. A file can do
-without checksums, so all of them go where one cannot be right.
+Copies' records, for mounts, follow inodes. A mirror's record and its copy's name each other. A file
+without right checksums loses all of them.
 """
 
 from functools import partial
@@ -22,8 +21,8 @@ _NOBODY = BurstRecord(0, BURST_FIRST, False, False, 0)
 
 
 class CopyCheck:
-    """To be called in order: ``inode`` for all that can be read, ``record`` for all, ``conclude``;
-    and, at any time after the inodes, ``checksums``."""
+    """Called in order: ``inode`` for all readable, ``record`` for all, ``conclude``; after the
+    inodes, ``checksums``."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -133,7 +132,7 @@ class CopyCheck:
 
 
 def _find_record(tx: ReadTransaction, copy_id: int) -> BurstRecord | None:
-    """None also for one that cannot be read, which is named by itself."""
+    """None also for an unreadable one, which is named itself."""
     try:
         return decode_burst(tx.get(keys.burst_copy(copy_id)) or b"")
     except FsError:
@@ -141,7 +140,7 @@ def _find_record(tx: ReadTransaction, copy_id: int) -> BurstRecord | None:
 
 
 def _nonsense(tx: ReadTransaction, ino: int | None, oid: int, first: int, value: bytes) -> str:
-    """Why these checksums cannot be right, or nothing."""
+    """Why these checksums cannot be right, or ''."""
     inode = None if ino is None else namespace.find_inode(tx, ino)
     if inode is None or inode.objects is None:
         return "checksums of objects that no file has"

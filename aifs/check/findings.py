@@ -1,5 +1,4 @@
-"""Findings of a check: kinds, problems while they are worked on, the report. Imports meta for types
-alone."""
+"""Findings of a check: kinds, problems in work, the report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,16 +64,13 @@ SILENT = ""
 """The kind of changes that are due only because something else is mended; not reported."""
 
 Fix = Callable[[Transaction], object]
-"""A transaction function that mends one problem. It looks at the records as they are when it runs.
-"""
+"""A transaction function that mends one problem, by the records as they are then."""
 
 Subject = str | int | tuple[int, bytes]
 """The subject of a problem: a text, an inode, or a name in a directory."""
 
 RECOVERY, RECORDS, NAMELESS = range(3)
-"""When a problem is mended: before recovery would act on it; after that; when all link counts are
-right.
-"""
+"""When a problem is mended: before recovery acts on it; after; with all link counts right."""
 
 
 @dataclass(slots=True)
@@ -111,7 +107,7 @@ class Problem:
 
 @dataclass(slots=True)
 class FsckReport:
-    """``counts``: inodes, directories, files, objects, bytes (on the servers), and results of
+    """``counts``: inodes, directories, files, objects, bytes (on the servers), results of
     recovery."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -124,8 +120,7 @@ class FsckReport:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called now and then with the thing that is being checked, how much is done, and how much there is
-(estimated)."""
+"""Called with the thing being checked, how much is done, and an estimate of all."""
 
 
 def printable(name: bytes) -> str:

@@ -1,11 +1,10 @@
-"""fsck: check a whole store that nobody uses, and mend it as far as that needs no guessing.
+"""fsck: check a whole unused store, and mend it without guessing.
 
-1. The metadata is read: records that are not as they were stored are named, and count as empty from
-then on, which no record is that holds something. It is judged as it is (``scan``, ``names``),
-before anything acts on it.
+1. The metadata is read as it is (``scan``, ``names``). Records other than stored are named, and
+   count as empty, which no record with contents is.
 
-2. Records that recovery would trip over are mended, and the store is recovered as by a mount.
-Without leave to mend, a store that recovery would damage further is not recovered.
+2. Records that recovery would trip over are mended, and the store is recovered as by a mount;
+   without leave to mend, not if that would damage it further.
 
 3. The rest of the metadata is mended (``repair``).
 
@@ -68,15 +67,12 @@ def check(
     deep: bool = False,
     force: bool = False,
 ) -> FsckReport:
-    """Check the store, which must not be mounted; with ``repair`` mend it, durably on return.
-    Blocks.
+    """Check an unmounted store; ``repair``: mend it, durably. Blocks.
 
-    ``deep``: also read all files that have checksums, and compare. ``force``: the host that has
-    claimed the store is dead, so it is taken over, which waits for some seconds. A store that was
-    not closed in order is recovered, also without ``repair``, as the next mount would do.
-
-    Raises StoreError and StoreBusy as a mount does, Unavailable or NoSpace if the metadata cannot
-    be changed.
+    ``deep``: also compare all files with checksums. ``force``: the claiming host is dead, so it is
+    taken over after some seconds. A store not closed in order is recovered, also without
+    ``repair``. Raises StoreError and StoreBusy as a mount does, Unavailable or NoSpace if the
+    metadata cannot be changed.
     """
     return trio.run(
         _check, config, repair, deep, force, progress or (lambda what, done, total: None)
@@ -141,8 +137,8 @@ async def _check_store(
 
 
 async def _recover(store: Store, report: FsckReport) -> list[Problem]:
-    """Recover the store, as a mount does first; the counts go to the report. Returns the problem
-    that prevented it."""
+    """Recover the store like a mount, with counts in the report. Returns the problem that prevented
+    it."""
     upkeep = Upkeep()  # which does nothing here
     backup = Backup(store.config, store.uuid, store.engine, store.servers, upkeep)
     tier = BurstTier(
@@ -190,8 +186,8 @@ async def _mend(engine: Engine, problems: list[Problem], stage: int) -> None:
 
 
 async def _find_damaged(engine: Engine) -> dict[bytes, Problem]:
-    """The problems by key. Reads all records; an engine that reads damaged ones as something else
-    finds none."""
+    """Problems by key. Reads all records; none with an engine that reads damaged ones as something
+    else."""
     found: dict[bytes, Problem] = {}
     start = b"\0"
     while True:
@@ -205,7 +201,7 @@ async def _find_damaged(engine: Engine) -> dict[bytes, Problem]:
 
 
 def _read(tx: ReadTransaction, start: bytes) -> tuple[bytes | None, str]:
-    """The last key of a batch, None at the end; and the fault of the record there."""
+    """A batch's last key, None at the end; and the record's fault there."""
     key = None
     try:
         for key, _ in tx.range(start, _LAST, _BATCH):
@@ -226,7 +222,7 @@ def _problem(key: bytes, detail: str) -> Problem:
 
 
 def _is_whole(tx: ReadTransaction, key: bytes) -> bool:
-    """Whether the record can be read by now, or is gone."""
+    """Whether the record is readable by now, or gone."""
     try:
         tx.get(key)
     except DamagedRecord:
@@ -242,14 +238,12 @@ _AT_ONCE, _DEEP_BATCH = 4, 256
 
 
 class DeepCheck:
-    """The check of bytes: a scrub of the whole store, with nobody else there, that repairs nothing.
+    """The check of bytes: a scrub of the whole unused store, without repair.
 
-    All bytes that have checksums are read once from their data servers and compared, several object
-    sets at the same time. Striped files have a checksum for each MiB, except where they were
-    written in place or are mostly holes; in containers each chunk has one. Of protected files and
-    containers all columns are read, replicas and parity too. Clean burst copies, which programs
-    read, must have the same bytes. Files and objects that have been found to lack bytes by the
-    other checks are left out.
+    All bytes with checksums are read once from data servers, several object sets at a time: MiBs of
+    striped files, except written in place or mostly holes, and chunks of containers. All columns of
+    protected ones are read. Clean burst copies must have the same bytes. Files and objects known to
+    miss bytes are left out.
     """
 
     def __init__(self, store: Store, records: Records, progress: Progress) -> None:
@@ -278,8 +272,8 @@ class DeepCheck:
         self._problems: list[Problem] = []
 
     async def run(self, damaged: Collection[Subject]) -> list[Problem]:
-        """Return the problems; ``damaged``: inode numbers of files that lack bytes, and paths of
-        objects of containers."""
+        """Return the problems; ``damaged``: inodes of files with missing bytes, and paths of
+        containers' objects."""
         self._damaged = damaged
         await self._records.for_each(*keys.all_of(b"t"), self._expect_container)
         await self._records.for_each(*keys.all_of(b"i"), self._expect_file)
@@ -326,8 +320,8 @@ class DeepCheck:
             self._cached.append(ino)
 
     async def _expect(self, ino: int, oid: int, unread: int) -> None:
-        """Have an object set read, unless columns of ``unread`` and of absent servers are
-        needed: that is named already."""
+        """Have an object set read, unless it needs ``unread`` or absent servers' columns, named
+        already."""
         try:
             objects = await self._view(moves.find_objects, ino, oid)
         except FsError as error:
@@ -406,7 +400,7 @@ class DeepCheck:
         return f"bytes {lost.start} to {lost.end - 1}, on {names}"
 
     async def _name_wrong(self, ino: int, oid: int, column: int) -> None:
-        """A column that a mount will make anew from the others once it is on record."""
+        """A column that a mount will make anew once on record."""
         objects = await self._view(moves.find_objects, ino, oid)
         assert objects is not None
         server = self._servers[objects.layout.servers[column]]

@@ -1,9 +1,5 @@
-"""The check of names: dentries, their index, and the tree that directories make. Part of the
-metadata scan.
-
-Dentries count, the index (entries) follows them. When an inode and its names disagree, the names
-count.
-"""
+"""The check of names: dentries, their index, and the directories' tree. Part of the metadata scan.
+The index (entries) follows the dentries, inodes follow their names."""
 
 from array import array
 from collections import Counter
@@ -34,9 +30,8 @@ from aifs.meta.records import Dentry, charge_of, decode_dentry, decode_entry, en
 
 
 class NameCheck:
-    """To be called in order: ``dentry`` for all, ``resolve_dangling``, ``entry`` for all,
-    ``conclude``.
-    """
+    """Called in order: ``dentry`` for all, ``resolve_dangling``, ``entry`` for all,
+    ``conclude``."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -180,7 +175,7 @@ class NameCheck:
             self._records.drop("name-index", (parent, name), detail, key)
 
     def _may_restore(self, parent: int, name: bytes, dentry: Dentry) -> bool:
-        """Whether just this name of the inode is missing: then its dentry has been lost."""
+        """Whether the inode's dentry of this name is lost."""
         table = self._table
         row, directory = table.find(dentry.ino), table.find(parent)
         if NONE in (row, directory) or not is_name(name) or not table.may_hold_names(directory):
@@ -213,7 +208,6 @@ class NameCheck:
                 self._conclude_row(row)
 
     async def _cut_loops(self) -> None:
-        """Take one directory of each loop out of its place."""
         table = self._table
         walk_of = array("Q", bytes(8 * len(table)))  # the walk upwards that came by; 0: none yet
         for start in range(len(table)):
@@ -241,7 +235,7 @@ class NameCheck:
         table.flags[row] |= LOSES_NAME
 
     def _links(self, row: int) -> int:
-        """The link count that the inode must have, by its names or its subdirectories."""
+        """The inode's right link count, by names or subdirectories."""
         table = self._table
         return 2 + table.subdirs[row] if table.type[row] == DIRECTORY else table.names[row]
 
@@ -295,11 +289,11 @@ class NameCheck:
 
 
 class TrashCheck:
-    """The check of the trash: entries, and their turns. Handlers for the records ``T`` and ``U``,
-    in this order, before the names; then ``counters``.
+    """The check of the trash, entries and turns: handlers for ``T`` and ``U``, in this order,
+    before the names; then ``counters``.
 
-    An entry counts if its inode is marked, and says the same parent; its turn follows it. An inode
-    that is marked, but has no entry, has lost its name: ``NameCheck`` puts it into /lost+found.
+    An entry counts if its inode is marked, with the same parent; its turn follows it. A marked
+    inode without entry has lost its name: ``NameCheck`` puts it into /lost+found.
     """
 
     def __init__(self, records: Records) -> None:
@@ -353,8 +347,7 @@ class TrashCheck:
 
 
 class QuotaCheck:
-    """Handlers for the records ``Q`` and ``P``. A quota that cannot be trusted goes; everything
-    that lies in it stays, and can be given another one."""
+    """Handlers for the records ``Q`` and ``P``. A doubtful quota goes; its contents stay."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -416,11 +409,8 @@ class QuotaCheck:
 
 
 def _find_above(tx: ReadTransaction, quota: Quota, project: int) -> int | None:
-    """The project of the quota that the directory of a quota lies in.
-
-    0: none; None: it is not the directory of this one. A record that cannot be read is reported
-    by itself, and a directory that nobody can find any more needs no correction.
-    """
+    """The project of the quota around a quota's directory; 0: none; None: it is not the directory.
+    An unreadable record is reported itself, and a lost directory needs no correction."""
     try:
         directory = namespace.find_inode(tx, quota.directory)
         if directory is None or not directory.is_dir or directory.project != project:

@@ -1,9 +1,7 @@
-"""The check of the data servers: every object against the inode it names, every file for missing
-objects.
+"""The check of the data servers: every object against its inode, every file for missing objects.
 
-Runs after recovery, and reads inodes as they are then. A file with a dirty mark may differ (I3 of
-docs/design/metadata.md), and objects may be longer than the file calls for (I4). Calls that block
-run in the servers' workers.
+Runs after recovery, on inodes as they are then. A file with a dirty mark may differ (I3 of
+docs/design/metadata.md), and objects may be longer than needed (I4). Blocking calls run in workers.
 """
 
 from bisect import bisect_left
@@ -174,7 +172,7 @@ class ObjectCheck:
         return True
 
     async def _match_copy(self, server: DataServer, found: StoredObject) -> bool:
-        """Whether it is, or may be, the burst copy of a file, or a mirror of one."""
+        """Whether it is, or may be, a file's burst copy, or mirror."""
         if await self._view(_is_mirror, found.oid, server.id):
             return True
         ino = self._scan.user_of_copy(found.oid)
@@ -202,7 +200,7 @@ class ObjectCheck:
         return True
 
     async def _find_missing(self, ino: int) -> None:
-        """Look at each object of a file of which the listings did not show all."""
+        """Look at each object of a file that listings did not show."""
         inode, dirty = await self._view(lambda tx: (_read_inode(tx, ino), _is_dirty(tx, ino)))
         if inode is None or dirty:
             return
@@ -238,8 +236,7 @@ class ObjectCheck:
     # --- findings ---
 
     async def _lacking(self, inode: Inode, server: DataServer, lack: Lack) -> None:
-        """A column is missing or short. The meaning of that for a protected file depends on the
-        others."""
+        """A column is missing or short; for a protected file the others decide."""
         layout = inode.objects
         assert layout is not None
         if layout.is_protected:
@@ -283,8 +280,7 @@ class ObjectCheck:
     # --- repair ---
 
     async def move_orphans_aside(self) -> None:
-        """Move orphan objects to their server's lost+found, durably on return. Objects that cannot
-        be moved stay."""
+        """Move orphan objects to lost+found, durably. Immovable ones stay."""
         for server in {server.id: server for server, _, _ in self._orphans}.values():
             problems = [problem for owner, problem, _ in self._orphans if owner is server]
             orphans = [key for owner, _, key in self._orphans if owner is server]
@@ -332,8 +328,7 @@ class _ContainerObjects:
         return True
 
     async def conclude(self, listed: Collection[int]) -> None:
-        """Name missing and short columns on the servers ``listed``, and the files that have lost
-        bytes."""
+        """Name missing and short columns on the servers ``listed``, and files with lost bytes."""
         for number, expected in self._table.items():
             self._judge(number, expected, listed)
         if not self._ends:
@@ -377,9 +372,8 @@ class _ContainerObjects:
 
 
 class _Expected:
-    """A container. ``unread``: mask of columns that nobody reads; ``lengths``: of the objects that
-    are there, by column.
-    """
+    """A container. ``unread``: mask of unread columns; ``lengths``: of present objects, by
+    column."""
 
     def __init__(self, record: Container, unread: int) -> None:
         self.record = record
@@ -395,8 +389,7 @@ class _Expected:
         )
 
     def readable(self) -> int:
-        """How many of the first bytes are known by the objects that are there. Columns that were
-        not listed count as whole."""
+        """How many first bytes the present objects tell; unlisted columns count as whole."""
 
         def is_lost(size: int) -> bool:
             missing = self.unread
@@ -422,9 +415,7 @@ def expected_columns(layout: Striped, size: int, unread: int) -> Iterator[tuple[
 
 
 def lost_bytes(layout: Striped, column: int, length: int, size: int) -> str:
-    """The bytes of a file that are lost when the object of a data column ends after ``length``
-    bytes, as text.
-    """
+    """Bytes lost if a data column's object ends after ``length`` bytes, as text."""
     expected = layout.object_length(column, size)
     first, last = layout.file_offset(column, length), layout.file_offset(column, expected - 1)
     if last - first == expected - length - 1:
@@ -456,14 +447,12 @@ def _read_inode(tx: ReadTransaction, ino: int) -> Inode | None:
 
 
 def _first_user(tx: ReadTransaction, inode: Inode) -> int:
-    """Of the files that share its objects the one that is asked for these; mostly itself."""
+    """The file that stands for those that share its objects, mostly itself."""
     return next(iter(shared.users(tx, inode.oid, 1)), inode.ino) if inode.named else inode.ino
 
 
 def _recorded_user(tx: ReadTransaction, copy_id: int) -> int:
-    """The inode that has a burst copy, by the copy's own record; 0 if there is none that can be
-    read.
-    """
+    """The inode of a burst copy by the copy's record; 0 for none readable."""
     try:
         return decode_burst(tx.get(keys.burst_copy(copy_id)) or b"").ino
     except FsError:
@@ -471,7 +460,7 @@ def _recorded_user(tx: ReadTransaction, copy_id: int) -> int:
 
 
 def _is_mirror(tx: ReadTransaction, copy_id: int, server: int) -> bool:
-    """Whether a copy is on record as a mirror, there."""
+    """Whether a copy is on record as a mirror there."""
     try:
         record = decode_burst(tx.get(keys.burst_copy(copy_id)) or b"")
     except FsError:
@@ -484,7 +473,6 @@ def _is_dirty(tx: ReadTransaction, ino: int) -> bool:
 
 
 def _is_garbage(tx: ReadTransaction, found: StoredObject) -> bool:
-    """Whether the object waits for deletion (the collector could not remove it yet)."""
     record = tx.get(keys.garbage(found.oid))
     try:
         return record is not None and decode_garbage(record).ino == found.ino

@@ -40,10 +40,8 @@ class Belongs(Enum):
 
 
 class RecordKind(NamedTuple):
-    """How records of a kind are judged, one by one: by the key, the owner, and the decoder.
-
-    A record that fails is removed, except where another column says something else.
-    """
+    """How a kind's records are judged: key, owner, decoder. A failing record is removed, unless
+    another column says otherwise."""
 
     letter: bytes
     """The first byte of the keys."""
@@ -91,12 +89,12 @@ def _decode_session(key: bytes, value: bytes) -> None:
 
 
 def _clean_host(key: bytes) -> bytes:
-    """A host whose record cannot be read gets its name at its next mount."""
+    """A host with an unreadable record gets its name at its next mount."""
     return HostRecord(f"number {keys.host_number(key)}", clean=False).encode()
 
 
 def _just_doomed(key: bytes) -> bytes:
-    """A doomed directory has no name: nothing else is known of it."""
+    """A doomed directory has no name: no more is known."""
     return Doomed(keys.number(key), 0, 0).encode()
 
 
@@ -146,11 +144,8 @@ Judge = Callable[[bytes, Any], Awaitable[None] | None]
 
 
 class Records:
-    """The records of a store that nobody changes, and all that is known of them.
-
-    All checks of the metadata share one: its table of inodes, the servers and hosts of the store,
-    and the problems that they find.
-    """
+    """The records of an unchanging store, shared by all checks of the metadata: table of inodes,
+    servers, hosts, and problems found."""
 
     def __init__(self, engine: Engine, servers: Iterable[int]) -> None:
         self.engine = engine
@@ -176,12 +171,9 @@ class Records:
         handle: Callable[[bytes, bytes], Awaitable[None] | None],
         seen: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Call ``handle`` for each record with start <= key < end, and ``seen`` with the length of
-        each batch.
-
-        A handler remembers what it finds, so it does not run in a view, which may be run again.
-        Anything else it reads in views of its own: nobody changes the store meanwhile.
-        """
+        """Call ``handle`` for each record with start <= key < end, and ``seen`` with each batch's
+        length. Handlers keep notes, so they do not run in a view, and read other records in their
+        own views."""
         while start:
             records, start = await self.view(read_slice, start, end)
             for key, value in records:
@@ -190,8 +182,7 @@ class Records:
             seen(len(records))
 
     async def unread(self, oid: int) -> int:
-        """Mask of the columns that are known to be wrong; none if the record cannot be read: it is
-        named by itself."""
+        """Mask of wrong columns; none for an unreadable record, which is named itself."""
         return await self.view(unread_of, oid)
 
     # --- numbers ---
@@ -232,8 +223,8 @@ class Records:
     def require_host(
         self, subject: Subject, what: str, key: bytes, value: bytes, nobody: bool = False
     ) -> None:
-        """Check a record whose value is a host, or ``nobody``. Work that is left to a host that
-        does not exist would never be done: this one does it instead."""
+        """Check a record whose value is a host, or ``nobody``: an unknown host's work falls to this
+        one."""
         host = keys.host_of(value)
         if host not in self.hosts and not (nobody and not host):
             detail = f"{what}: host {host}, which is none"
@@ -290,7 +281,7 @@ class Records:
                 await waiting
 
     def _owner_lacks(self, kind: RecordKind, key: bytes) -> tuple[Subject, str] | None:
-        """The subject and the text of a problem with the owner, if there is one."""
+        """Subject and text of a problem with the owner, or None."""
         ino = int.from_bytes(key[1:9], "big")
         row = NONE if kind.owner is Belongs.NOBODY else self.table.find(ino)
         if kind.owner is Belongs.DIRECTORY and (row == NONE or not self.table.may_hold_names(row)):

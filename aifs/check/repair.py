@@ -1,9 +1,7 @@
-"""Repairs of the metadata, as transaction functions (see meta/kv.py); they change records and
-nothing else.
+"""Repairs of the metadata, as transaction functions (see meta/kv.py) on records alone.
 
-Each may run where it, or others, have run before: a repair that was interrupted is just started
-again. An inode that has lost its name gets one in /lost+found; nothing that holds bytes is ever
-removed.
+Each may be repeated, after interruption, too. A nameless inode gets a name in /lost+found; nothing
+with bytes is removed.
 """
 
 import os
@@ -114,9 +112,7 @@ def forget_copy(tx: Transaction, ino: int) -> None:
 
 
 def rewrite_name(tx: Transaction, parent: int, name: bytes, type_: int) -> None:
-    """Give a dentry the right type, and the entry to match; the entry's place changes only if it is
-    taken.
-    """
+    """Give a dentry the right type, and its entry; the entry moves only if its place is taken."""
     dentry = namespace.get_dentry(tx, parent, name)
     _put_name(
         tx, parent, name, Dentry(dentry.ino, _usable_cookie(tx, parent, name, dentry.cookie), type_)
@@ -153,9 +149,7 @@ def is_taken(tx: ReadTransaction, parent: int, cookie: int, name: bytes) -> bool
 
 
 def _usable_cookie(tx: Transaction, parent: int, name: bytes, cookie: int) -> int:
-    """``cookie``; or a fresh one if it is another name's, or was never handed out (that entry is
-    deleted).
-    """
+    """``cookie``; or a fresh one if it is another name's, or was never given (that entry goes)."""
     if is_taken(tx, parent, cookie, name):
         return fresh_id(tx)
     if 0 < cookie < tx.counter(keys.COUNTER_IDS):
@@ -168,9 +162,7 @@ def _usable_cookie(tx: Transaction, parent: int, name: bytes, cookie: int) -> in
 
 
 def restore_directory(tx: Transaction, ino: int, parent: int, links: int) -> None:
-    """An inode, for root alone, for a directory that has none; ``parent`` 0: it goes to
-    /lost+found.
-    """
+    """Give a missing directory an inode, for root; ``parent`` 0: in /lost+found."""
     now = clock.kernel_ns()
     mode = stat.S_IFDIR | (0o755 if ino == keys.ROOT_INO else 0o700)
     inode = Inode(ino, mode, os.getuid(), os.getgid(), links, 0, 0, 0, now, now, now, parent=parent)

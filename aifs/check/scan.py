@@ -1,8 +1,7 @@
 """The check of the metadata alone: every record is read once and judged against the others.
 
-It allows everything that a crashed store may hold: dirty marks, orphans, garbage. It changes
-nothing; each problem carries the transaction function that mends it. Reads the engine in batches,
-with other tasks in between.
+It allows all that a crash leaves: dirty marks, orphans, garbage. It changes nothing; each problem
+has its mending transaction function. Reads in batches, with other tasks between.
 """
 
 import stat
@@ -51,8 +50,7 @@ _COUNTERS = (
 
 
 class MetadataScan:
-    """Its ``records``, with their problems and the table of all inodes, are complete when ``run``
-    returns."""
+    """Its ``records``, with problems and all inodes, are complete after ``run``."""
 
     def __init__(self, engine: Engine, servers: Iterable[int], progress: Progress) -> None:
         self.records = records = Records(engine, servers)
@@ -251,7 +249,6 @@ class MetadataScan:
         self._table.flags[self._table.find(keys.number(key))] |= DOOMED
 
     async def _group(self, key: bytes, record: object) -> None:
-        """The group of a directory, a member of it, or the part of a host in it."""
         ino = int.from_bytes(key[1:9], "big")
         host, fix = None, partial(repair.delete, key=key)
         if isinstance(record, GroupRecord):
@@ -327,7 +324,6 @@ class MetadataScan:
     # --- redundancy ---
 
     async def _layout(self, ino: int, oid: int, layout: Striped) -> None:
-        """A file, or container (0), has this layout."""
         if not layout.is_protected:
             self._unprotected.update(layout.servers)
         await self.records.require_servers(ino, oid, layout)
@@ -385,13 +381,11 @@ class MetadataScan:
 
 
 class _Clones:
-    """The check of clones: the inodes that share bytes, and the ``C`` records, which are the
-    references. To be called in order: ``inode`` for all that share, ``record`` for all,
-    ``conclude``.
+    """The check of clones: inodes that share bytes, and ``C`` records, the references. Called in
+    order: ``inode`` for all that share, ``record`` for all, ``conclude``.
 
-    An inode without its record would lose its bytes with the last of the others; a record without
-    its inode would keep them for ever. Both are mended before the store is recovered, which deletes
-    everything without a reference.
+    An inode without record would lose its bytes with the last of the others; a record without inode
+    would keep them. Both are mended before recovery, which deletes what has no reference.
     """
 
     def __init__(self, records: Records) -> None:
@@ -442,7 +436,7 @@ class _Clones:
 
 
 def _nonsense(inode: Inode, record: bytes) -> str:
-    """Why an inode record cannot be right, or nothing."""
+    """Why an inode record cannot be right, or ''."""
     layout = inode.layout
     if inode.named and layout is None:
         return "shares bytes, and has none"

@@ -1,8 +1,4 @@
-"""The memory of the check: a few numbers of each inode, in columns. Does no I/O.
-
-About 60 bytes per inode, so that a million of them take 60 MB; records are read, judged and
-dropped.
-"""
+"""The memory of the check: columns of a few numbers an inode, about 60 bytes each. No I/O."""
 
 import stat
 from array import array
@@ -18,9 +14,9 @@ DIRECTORY = stat.S_IFDIR >> 12
 
 UNREADABLE, MISSING, ORPHAN, HAS_NAMES, LOSES_NAME, OWN_OID, DOOMED = 1, 2, 4, 8, 16, 32, 64
 TRASHED, KEPT = 128, 256
-"""Flags of a row: the record cannot be decoded; there is none; there is an orphan record; it is the
-parent of a dentry; a name of it will be removed; its object id is its inode number; it is
-doomed; it says that it is in the trash; it has an entry there."""
+"""Flags of a row: the record is undecodable; missing; there is an orphan record; it is a dentry's
+parent; a name of it will go; its object id is its inode number; it is doomed; it says that it is
+trashed; it has an entry there."""
 
 NONE = -1
 
@@ -44,9 +40,7 @@ class InodeTable:
         self.subdirs = array("I")
         """Of a directory, the subdirectories that will be left then."""
         self.removed = array("i")
-        """Names of a file, subdirectories of a directory, that are there now and will go, less
-        those to come.
-        """
+        """Names, or subdirectories, that are there and will go, less those to come."""
         self.parent = array("Q")
         """The parent on record; 0: a file that has or had several."""
         self.at = array("Q")
@@ -90,9 +84,7 @@ class InodeTable:
         return f"{self.path(tx, parent).rstrip('/')}/{printable(name)}"
 
     def path(self, tx: ReadTransaction, ino: int) -> str:
-        """One path of the inode; it starts with ``<inode N>`` where the way up to the root is
-        broken.
-        """
+        """One path of the inode, from ``<inode N>`` where the way up is broken."""
         parts: list[str] = []
         seen: set[int] = set()
         while ino != keys.ROOT_INO:
@@ -105,9 +97,7 @@ class InodeTable:
         return "/" + "/".join(reversed(parts))
 
     def place(self, tx: ReadTransaction, ino: int) -> tuple[int, bytes] | None:
-        """Directory and name of the inode: where the check has found it, or else a repair has put
-        it.
-        """
+        """Directory and name of the inode: as checked, or as repaired."""
         row = self.find(ino)
         if row != NONE and self.at[row]:
             parent, cookie = self.at[row], self.cookie[row]

@@ -1,6 +1,2 @@
-"""Datasets as the client and the filesystem both see them: which files belong to one, how each file
-is divided into blocks, which rows an epoch's order takes where (docs/guide/datasets.md).
-
-Reads bytes by a ``FileBytes``, never by the filesystem's own means; decodes no rows for users: that
-is aifs.client.data.
-"""
+"""Datasets for client and filesystem: files, their blocks, and rows of an epoch's order
+(docs/guide/datasets.md). Reads by a ``FileBytes``; decodes no rows for users (aifs.client.data)."""

@@ -1,8 +1,8 @@
-"""The files that an epoch reads next, and from when until when, as seen by the readers of one host.
-Pure.
+"""The files that an epoch reads next, from when until when, for one host's readers. Pure.
 
-Time is counted in *rows of a share*: all shares of an epoch are at about the same one, in any
-reader. A reader's announcement is one line of text (``Announced``)."""
+Time counts *rows of a share*: all shares of an epoch are at about the same one. A reader announces
+in a line of text (``Announced``).
+"""
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
@@ -24,15 +24,13 @@ _END = "end"
 
 
 class Announced(NamedTuple):
-    """Some readers of an epoch, and how far they are: ``seed=7[,epoch=0][,world=1][,rank=0-3]
-    [,shares=64][,window=16GiB][,ahead=16GiB][,done=0|end]``.
-    """
+    """Readers of an epoch, and how far they are: ``seed=7[,epoch=0][,world=1][,rank=0-3]
+    [,shares=64][,window=16GiB][,ahead=16GiB][,done=0|end]``."""
 
     order: EpochOrder
     """Of blocks. Its groups do not count here."""
     world: int
-    """How many readers the epoch has: ranks, times the workers of each. Reader q has each
-    ``world``-th share from q on."""
+    """The epoch's readers: ranks times workers. Reader q has each ``world``-th share from q on."""
     readers: range
     """Those that this is about."""
     row: int | None
@@ -132,11 +130,9 @@ class FileNeed(NamedTuple):
 
 
 def files_needed(epoch: Epoch, window: int, shares: Collection[int], most: int) -> list[FileNeed]:
-    """The files of a window of which these shares read most, in the order of need. None if those
-    that are needed at the same time have more than ``most`` bytes: they could not be kept.
-
-    Reads of a file by other shares do not count: with several hosts, each has whole files for
-    itself alone where one block, or few, make a file."""
+    """Files of a window that mostly these shares read, in order of need; none if those needed
+    together exceed ``most`` bytes. Others' reads do not count: each host has whole files where few
+    blocks make one."""
     index = epoch.index
     part = len(shares) / epoch.order.shares
     if part * _mean_bytes(index, epoch.windows[window]) > 2 * most:
@@ -158,7 +154,7 @@ def peak_bytes(index: Index, needs: Sequence[FileNeed]) -> int:
 
 
 def _mean_bytes(index: Index, files: Iterable[int]) -> float:
-    """Of the files that are needed at the same time, if their blocks are anywhere in a window: the
-    first and the last of n random places are (n - 1) / (n + 1) of it apart."""
+    """For files with blocks anywhere in a window: the first and last of n random places are (n - 1)
+    / (n + 1) of it apart."""
     counts = ((index.sizes[file], len(index.blocks_of(file))) for file in files)
     return sum(size * (blocks - 1) / (blocks + 1) for size, blocks in counts if blocks)

@@ -1,7 +1,7 @@
-"""A tree of files as one tar archive, of which nothing is made before it is read.
+"""A tree of files as one tar archive, made while read. Pure.
 
-Headers are ustar's, of 512 bytes, or pax where that cannot say it: a name that is long or not
-ASCII, 8 GiB or more, a large owner. Owners are numbers. Pure.
+Headers are ustar's, of 512 bytes, or pax for names that are long or not ASCII, 8 GiB or more, a
+large owner. Owners are numbers.
 """
 
 import stat
@@ -52,8 +52,8 @@ class ArchiveMember(NamedTuple):
 
 
 def is_member(mode: int) -> bool:
-    """Whether an archive holds files of this st_mode: no sockets, and no devices, which an unpacker
-    should not make."""
+    """Whether an archive holds this st_mode: no sockets, no devices, which no unpacker should
+    make."""
     return stat.S_IFMT(mode) in _TYPES
 
 
@@ -81,13 +81,12 @@ def _encode(member: ArchiveMember, exact_time: bool = False) -> bytes:
 
 @lru_cache(maxsize=256)
 def _blank(mode: int, uid: int, gid: int) -> bytes:
-    """The header of a member without a name, with nothing else that differs between files of one
-    owner."""
+    """A nameless member's header with nothing else that differs among an owner's files."""
     return _encode(ArchiveMember(b"", 0, mode, uid, gid, 0, 0))
 
 
 def _filled_in(blank: bytes, member: ArchiveMember) -> bytes:
-    """The rest of it, which is a third of the cost of a header (POSIX.1, ustar)."""
+    """The rest of it, a third of a header's cost (POSIX.1, ustar)."""
     name = member.name + b"/" if stat.S_ISDIR(member.mode) else member.name
     head = b"".join(
         (
@@ -102,7 +101,7 @@ def _filled_in(blank: bytes, member: ArchiveMember) -> bytes:
 
 
 def _is_plain(member: ArchiveMember) -> bool:
-    """Whether its header is surely one block; in doubt it is made."""
+    """Whether its header is surely one block."""
     name = member.name
     return (
         len(name) < _NAME_MAX
@@ -117,9 +116,8 @@ def _is_plain(member: ArchiveMember) -> bool:
 
 
 class Archive:
-    """The ``VirtualBytes`` of a tar archive: its members in the order in which they are added,
-    complete before it is read. Some 60 bytes and the name are kept of each.
-    """
+    """The ``VirtualBytes`` of a tar archive, members in order of adding; complete before it is
+    read. Some 60 bytes and the name each."""
 
     def __init__(self) -> None:
         self.size = 0

@@ -41,7 +41,7 @@ class ArrayArithmetic:
 
 
 def _cut(reads: ShareReads) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The blocks of which some rows are read, and from which row of the share until which."""
+    """The blocks with rows to read, and these rows of the share, from and until."""
     starts = np.asarray(reads.starts, np.int64) + reads.shift
     bounds = np.clip(starts, reads.rows.start, reads.rows.stop)
     is_read = bounds[:-1] < bounds[1:]
@@ -50,11 +50,8 @@ def _cut(reads: ShareReads) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def all_permuted(size: int, key: int) -> np.ndarray:
-    """``layout.order.permuted`` of each number below ``size``, in this order.
-
-    The network permutes the next power of four, all of which is computed at once: going round
-    again, where it leads outside, is looking up then.
-    """
+    """``layout.order.permuted`` of each number below ``size``. The network permutes the next power
+    of four, computed at once: going round again is looking up."""
     if size < 2:
         return np.arange(size)
     half_bits = ((size - 1).bit_length() + 1) // 2
@@ -78,7 +75,7 @@ def all_permuted(size: int, key: int) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """``layout.order.mix`` of each; bits above 64 fall off."""
+    """``layout.order.mix`` of each, in 64 bits."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -56,8 +56,7 @@ class FileBytes(Protocol):
         ...
 
     def beside(self, suffix: str) -> "FileBytes":
-        """The file whose name has ``suffix`` (".idx") in place of this one's. Raises
-        FileNotFoundError."""
+        """The file with ``suffix`` (".idx") in place of this one's. Raises FileNotFoundError."""
         ...
 
 
@@ -90,9 +89,7 @@ class IndexedFile:
 
 @dataclass(frozen=True)
 class Index:
-    """A dataset: files in the order of their paths, as bytes compare; blocks are numbered through
-    all files in this order.
-    """
+    """A dataset: files by path, as bytes compare; blocks are numbered through them."""
 
     format: str
     """The name of a format (aifs.datasets.formats)."""
@@ -119,8 +116,7 @@ class Index:
     """Of the blocks."""
 
     catalogue: bytes | memoryview = b""
-    """Of the format "files": the one "file" of the dataset, which is the directory. Its blocks are
-    runs of these bytes. Empty for other formats."""
+    """For "files": the one "file" of the dataset, whose blocks are runs of it; else empty."""
 
     @cached_property
     def total_rows(self) -> int:
@@ -154,8 +150,7 @@ class Index:
 
 
 def index_of(format: str, files: Iterable[IndexedFile], catalogue: bytes = b"") -> Index:
-    """The index of ``files``, which come in any order; their blocks need to be iterable once. Each
-    file's blocks are let go of before the next one is taken."""
+    """The index of ``files`` in any order; each one's blocks are iterated once, before the next."""
     taken = sorted((file.path, file.version, _columns(file.blocks)) for file in files)
     first_blocks = array("q", [0])
     columns = array("q"), array("q"), array("q")
@@ -170,7 +165,7 @@ def index_of(format: str, files: Iterable[IndexedFile], catalogue: bytes = b"") 
 
 
 def _columns(blocks: Iterable[RowBlock]) -> list["array[int]"]:
-    """Their offsets, lengths and rows: of 388,000 blocks 9 MB, and not 60 MB of objects."""
+    """Offsets, lengths, rows: 9 MB for 388,000 blocks, not 60 MB of objects."""
     return [array("q", column) for column in zip(*blocks)] or [array("q") for _ in range(3)]
 
 
@@ -193,10 +188,8 @@ def encode(index: Index) -> bytes:
 
 
 def decode(record: bytes) -> Index:
-    """The index of a record, whose columns lie in the record itself.
-
-    Raises DatasetError if these bytes are no such record, or not all of it, or contradict each
-    other: readers need not trust the writer."""
+    """The index of a record, with columns in it. Raises DatasetError for any other, cut or
+    contradictory bytes: writers need not be trusted."""
     view = memoryview(record)
     if len(view) < _HEADER.size + _END.size or view[: len(_MAGIC)] != _MAGIC:
         raise DatasetError("no index of a dataset")
@@ -231,8 +224,8 @@ def decode(record: bytes) -> Index:
 
 
 def _are_natural(column: _Column) -> bool:
-    """Whether no number is negative: the highest byte of each is below 128. Ten times faster than
-    looking for the least one, of which opening a large dataset would consist."""
+    """Whether no number is negative, by highest bytes: ten times faster than the minimum, which
+    would dominate opening."""
     highest = memoryview(column).cast("B")[_HIGHEST_BYTE::8]
     return bytes(highest).isascii()
 

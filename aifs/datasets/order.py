@@ -1,10 +1,6 @@
-"""The order of an epoch as a file, ``seed=7,epoch=0,rank=0-of-8.tar``: blocks that a rank reads, in
-the format of the dataset, one after the other, for programs that know nothing of AIFS
-(docs/guide/datasets.md, Virtual files): their names, and which blocks they hold.
-
-Pure: a dataset's index and an order are turned into pieces of its files. Each format that has order
-files says in its module what they consist of (``order``).
-"""
+"""An epoch's order as a file, ``seed=7,epoch=0,rank=0-of-8.tar``: a rank's blocks in a row, in the
+dataset's format, for programs without AIFS (docs/guide/datasets.md, Virtual files). Pure: index and
+order become pieces of files; formats with order files say of what (``order``)."""
 
 import os
 import re
@@ -53,8 +49,8 @@ class OrderName(NamedTuple):
 
 
 def parsed(name: bytes) -> OrderName:
-    """The fields of ``name``: ``seed``; perhaps ``epoch`` (else 0), ``rank`` (else 0-of-1);
-    ``record_bytes`` of records. Raises DatasetError if it is no name of an order."""
+    """The fields of ``name``: ``seed``; maybe ``epoch`` (else 0), ``rank`` (else 0-of-1);
+    ``record_bytes`` of records. Raises DatasetError for no order's name."""
     stem, dot, suffix = name.rpartition(b".")
     if dot + suffix in _BY_READER:
         raise DatasetError(
@@ -106,8 +102,7 @@ class OrderSources(Protocol):
         ...
 
     def beside(self, file: int) -> int:
-        """The number, as a source, of a file's companion: the .idx of a .bin. Raises
-        DatasetError."""
+        """A file's companion's number as a source: the .idx of a .bin. Raises DatasetError."""
         ...
 
 
@@ -147,10 +142,8 @@ class ChosenBlocks:
 
 
 def chosen_of(index: Index, name: OrderName) -> ChosenBlocks:
-    """The blocks of the file ``name``: of the epoch's rows, in the order of its blocks, rank r of w
-    has the blocks that begin in the r-th of w equal runs. So the rows of ranks differ by less than
-    a block, and together ranks have each block once.
-
+    """The blocks of the file ``name``: rank r of w has blocks of the epoch's order that begin in
+    the r-th of w equal runs of rows. Ranks differ by less than a block, and have each block once.
     Raises DatasetError for too many blocks."""
     if len(index.rows) > BLOCKS_MAX:
         raise DatasetError(
@@ -168,7 +161,7 @@ def chosen_of(index: Index, name: OrderName) -> ChosenBlocks:
 
 
 def _require_sound(index: Index) -> None:
-    """Raises DatasetError for blocks that do not lie in their files: an index is a user's file."""
+    """Raises DatasetError for blocks outside their files: an index is a user's file."""
     bounds = index.first_blocks
     is_sound = bounds[0] == 0 and bounds[-1] == len(index.rows)
     for file, (first, end) in enumerate(pairwise(bounds)):
@@ -190,8 +183,7 @@ def _all_within(index: Index, blocks: range, file: int) -> bool:
 def in_order(
     blocks: ChosenBlocks, after: Callable[[int, RowBlock], bytes] = lambda file, block: b""
 ) -> Joined:
-    """The blocks as they are, one after the other; ``after`` each (of a file with this number) the
-    bytes that it returns."""
+    """The blocks in a row; ``after`` each (of this file) its returned bytes."""
     found = Joined()
     for place in range(len(blocks)):
         file, block = blocks.file(place), blocks.block(place)

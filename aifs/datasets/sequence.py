@@ -1,8 +1,5 @@
-"""The sequence of an epoch: which rows of which blocks each share gives, and in what order
-(docs/guide/datasets.md, The order).
-
-Pure arithmetic over an index. The cost of a beginning is proportional to the blocks of one window;
-nothing is per row."""
+"""The sequence of an epoch: rows of blocks that each share gives, in order
+(docs/guide/datasets.md). Pure arithmetic over an index; a beginning costs a window's blocks."""
 
 import threading
 from array import array
@@ -39,8 +36,8 @@ def mix(value: int) -> int:
 
 
 def key_of(seed: int, *parts: int) -> int:
-    """The 64-bit key of one permutation: of a seed, and of numbers that distinguish it (the
-    epoch, the things that are permuted, the window)."""
+    """A permutation's 64-bit key, of a seed, and numbers that identify it (epoch, objects,
+    window)."""
     key = mix(seed & _MASK)
     for part in parts:
         key = mix(key ^ (part & _MASK))
@@ -48,10 +45,8 @@ def key_of(seed: int, *parts: int) -> int:
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Where the permutation ``key`` of ``range(size)`` takes ``index``.
-
-    ``size`` is at most 2**62. A few microseconds; no memory.
-    """
+    """The place of ``index`` in the permutation ``key`` of ``range(size)``, at most 2**62. A few
+    microseconds; no memory."""
     if size < 2:
         return index
     half_bits = ((size - 1).bit_length() + 1) // 2
@@ -67,11 +62,8 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 def file_windows(sizes: Sequence[int], window: int, key: int) -> list[list[int]]:
-    """Numbers of files in the order of an epoch, cut into windows of at least ``window`` bytes each
-    (the last may be smaller); 0 means one window.
-
-    A dataset that is larger than the burst tier is staged window by window, each file once.
-    """
+    """Files in an epoch's order, cut into windows of at least ``window`` bytes (the last may be
+    smaller; 0: one). Datasets beyond the burst tier are staged by windows, each file once."""
     order = [permuted(number, len(sizes), key) for number in range(len(sizes))]
     windows: list[list[int]] = []
     room = 0
@@ -134,11 +126,8 @@ class Piece(NamedTuple):
 
 
 class ShuffleGroup(NamedTuple):
-    """Rows of one share that are handed out after one another, and the pieces that are read for
-    them.
-
-    Row i of the group is row ``permuted(start + i * step, size, key)`` of the ``size`` rows of its
-    pieces, one piece after the other (``start + i * step``, without a key)."""
+    """Rows of one share in a row, and the pieces read for them. Row i is row ``permuted(start + i *
+    step, size, key)`` of the pieces' ``size`` rows (``start + i * step``, without a key)."""
 
     share: int  # whose rows these are
     first: int  # the number of the first of them within the share
@@ -151,9 +140,8 @@ class ShuffleGroup(NamedTuple):
 
 
 class ShareReads(NamedTuple):
-    """Blocks that a share reads in a window, one after the other, before its rows are shuffled in
-    memory. Block i gives it its rows from ``starts[i] + shift`` until ``starts[i + 1] + shift``, as
-    far as these are in ``rows``."""
+    """A share's blocks in a window, before its rows are shuffled in memory. Block i gives rows
+    ``starts[i] + shift`` until ``starts[i + 1] + shift``, within ``rows``."""
 
     blocks: Sequence[int]
     starts: Sequence[int]
@@ -183,9 +171,7 @@ class Arithmetic(Protocol):
         ...
 
     def starts(self, rows: Sequence[int], blocks: Sequence[int]) -> Sequence[int]:
-        """Where each of ``blocks`` begins if their rows follow one another; then where the last
-        one ends.
-        """
+        """Starts of ``blocks`` with successive rows; then the last one's end."""
         ...
 
     def files_read(self, index: Index, reads: Iterable[ShareReads]) -> Sequence[FileRead]:
@@ -232,8 +218,8 @@ def arithmetic_for(index: Index) -> Arithmetic:
 
 
 class Epoch:
-    """An epoch of a dataset. Any thread may call its methods, which do no I/O; they wait for one
-    another where a window is begun."""
+    """An epoch of a dataset. Any thread may call its methods, without I/O; they wait for one
+    another when a window begins."""
 
     def __init__(
         self, index: Index, order: EpochOrder, arithmetic: Arithmetic = PlainArithmetic()
@@ -258,7 +244,6 @@ class Epoch:
         return self.order.shuffle in ("window", "none")
 
     def _ends_of_windows(self) -> list[int]:
-        """Of each window the number of rows until its end."""
         if len(self.windows) == 1:
             return [self.total_rows]
         rows, ends = self.index.rows, self.index.first_blocks
@@ -266,9 +251,7 @@ class Epoch:
         return list(accumulate(sum(of_files[file] for file in files) for files in self.windows))
 
     def rows_of(self, share: int) -> int:
-        """How many rows a share gives in the whole epoch: those of all shares differ by at most
-        one.
-        """
+        """The rows of a share in the epoch; shares differ by one at most."""
         return max(0, -(-(self.total_rows - share) // self.order.shares))
 
     def counts(self, done: int) -> list[int]:
@@ -293,8 +276,8 @@ class Epoch:
             row = group.first + group.rows
 
     def pieces(self, share: int, row: int = 0) -> Iterator[Piece]:
-        """The pieces that a share reads, in this order, before its rows are shuffled in memory;
-        from the group of ``row`` on. Neighbouring pieces of one block are one piece."""
+        """A share's pieces in order, before its rows are shuffled, from the group of ``row`` on.
+        Neighbouring pieces of a block are one."""
         last: Piece | None = None
         for group in self.groups(share, row):
             for piece in group.pieces:
@@ -397,8 +380,7 @@ class Epoch:
         return key_of(self.order.seed, self.order.epoch, _BLOCKS, number)
 
     def _last_pieces(self, number: int, rows: int) -> list[Piece]:
-        """The last rows of a window, and of those before it if it has fewer: they are read with the
-        next one."""
+        """A window's last rows, and earlier ones' if fewer, read with the next."""
         pieces: list[Piece] = []
         while rows:
             found = self._from_the_end(number, rows)
@@ -408,7 +390,7 @@ class Epoch:
         return pieces
 
     def _from_the_end(self, number: int, rows: int) -> list[Piece]:
-        """The last ``rows`` rows of a window, or all it has."""
+        """The last ``rows`` rows of a window, or all."""
         runs = self._runs(number)
         ends = list(accumulate(map(len, runs)))
         size, key = ends[-1], self._blocks_key(number)

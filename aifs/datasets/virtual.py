@@ -1,7 +1,5 @@
-"""Files that exist by arithmetic alone: their bytes are literal ones and ranges of other files.
-
-Pure. To read one, ask for the pieces of a range, and read from the sources those that are theirs.
-"""
+"""Files by arithmetic: their bytes are literals and ranges of other files. Pure: ask for a range's
+pieces, and read them from the sources."""
 
 from array import array
 from bisect import bisect_right
@@ -22,8 +20,7 @@ class SourceRange(NamedTuple):
 
 
 class ShiftedNumbers(NamedTuple):
-    """Bytes of another file that are 64-bit integers, little-endian, to each of which the same is
-    added: positions of bytes that lie elsewhere now."""
+    """Little-endian 64-bit integers of another file, each plus a constant: moved positions."""
 
     source: int
     offset: int
@@ -63,15 +60,13 @@ class VirtualBytes(Protocol):
         ...
 
     def pieces(self, offset: int, length: int) -> Iterator[Piece]:
-        """The pieces of bytes ``offset`` to ``offset + length``, in order; they end where the file
-        ends. No piece is empty."""
+        """The pieces of ``length`` bytes from ``offset``, none empty, to the file's end."""
         ...
 
 
 class Joined:
-    """The ``VirtualBytes`` of pieces in the order in which they are added; complete before it is
-    read. 40 bytes are kept of each, and the bytes that are literal.
-    """
+    """The ``VirtualBytes`` of pieces in order of adding; complete before it is read. 40 bytes each,
+    and literals."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -149,7 +144,7 @@ def cut(pieces: Iterator[Piece], skip: int, length: int) -> Iterator[Piece]:
 
 
 def _plus(data: bytes, plus: int) -> bytes:
-    """``plus`` added to each number of ``data``, by one addition of a long number."""
+    """``plus`` added to each number of ``data``, by one long addition."""
     bits = 8 * len(data)
     ones = ((1 << bits) - 1) // ((1 << 8 * _NUMBER) - 1)
     # Of numbers that are none of a whole file's one may borrow from the next: their sum is cut.

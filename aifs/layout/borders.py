@@ -38,9 +38,8 @@ Range = tuple[int, int]
 
 
 def cut(read: Read, size: int, chunk: int) -> list[Range]:
-    """Offset and length of each chunk of a file of ``size`` bytes, in order; they cover it. Raises
-    what ``read`` does.
-    """
+    """Offset and length of each chunk of a file, in order and complete. Raises errors of
+    ``read``."""
     cuts: list[Range] = []
     end = 0
     for begin, until in [*_tensors(read, size), (size, size)]:
@@ -55,9 +54,7 @@ def _every(begin: int, end: int, chunk: int) -> Iterator[Range]:
 
 
 def _tensors(read: Read, size: int) -> list[Range]:
-    """The tensors that are not small, in order; none where the format is not known, or does not
-    hold what it says.
-    """
+    """The large tensors, in order; none for an unknown or inconsistent format."""
     if size < SMALL:
         return []
     head = read(0, 9)
@@ -88,9 +85,7 @@ _OFFSETS_MAX = 128  # bytes that such a match takes at most
 
 
 def _safetensors(read: Read, size: int, length: int) -> list[Range]:
-    """Found in the text itself: to parse all of a large JSON would hold up the other threads, and
-    take much memory.
-    """
+    """By searching the text: parsing a large JSON would hold up threads, and take memory."""
     if not 2 <= length <= min(_HEADER_MAX, size - 8):
         raise _Odd
     start, found, seen = 8 + length, [], 0
@@ -140,7 +135,7 @@ def _zip_entries(read: Read, size: int) -> list[Range]:
 
 
 def _central_entries(read: Read, size: int) -> Iterator[Range]:
-    """Offset of the local header, and length, of each tensor that is not small."""
+    """Offset of the local header, and length, of each large tensor."""
     offset, length, count = _central_directory(read, size)
     if length > _HEADER_MAX or count > _TENSORS_MAX or offset + length > size:
         raise _Odd
@@ -194,7 +189,7 @@ def _central_entries(read: Read, size: int) -> Iterator[Range]:
 
 
 def _long_sizes(extra: bytes, *sizes: int) -> list[int]:
-    """Those of the sizes that do not fit into 32 bits are, in order, in an extra field."""
+    """Sizes beyond 32 bits, in order, from an extra field."""
     found = list(sizes)
     if _ALL_32 not in found:
         return found
@@ -213,9 +208,7 @@ def _long_sizes(extra: bytes, *sizes: int) -> list[int]:
 
 
 def _central_directory(read: Read, size: int) -> tuple[int, int, int]:
-    """Offset, length, and number of entries. An archive with a comment at its end is not what
-    torch.save makes.
-    """
+    """Offset, length, and entries; torch.save leaves no comment at the end."""
     tail = read(max(0, size - _END.size - _END64_PLACE.size), _END.size + _END64_PLACE.size)
     end = tail[-_END.size :]
     signature, _, _, _, count, length, offset, _ = _END.unpack(end)

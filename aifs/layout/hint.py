@@ -65,13 +65,12 @@ def policy_of(of: Layout) -> Policy:
 
 
 def parse_layout_hint(text: str) -> Policy:
-    """The policy that ``text`` asks for: ``key=value`` joined by commas; a key that is left out is
-    left to the store.
+    """The policy of ``text``: ``key=value`` joined by commas; missing keys are the store's.
 
     Keys: ``kind`` (striped, interleaved), ``unit`` (a size), ``count`` (servers per file, 0: all),
     ``servers`` (ids as ``0:2:3``), ``compress`` (none, zstd:LEVEL; of interleaved files),
     ``replicas`` (of each byte; 1: no more than one), ``ec`` (DATA+PARITY columns, or none). Raises
-    Invalid, which says what is wrong. Whether the servers exist is for the caller to check.
+    Invalid, with the fault. Callers check that the servers exist.
     """
     values: dict[str, Any] = {}
     for key, value in parse_pairs("layout", text, _PARSERS, "unit=4MiB,count=2"):

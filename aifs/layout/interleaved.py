@@ -1,14 +1,10 @@
-"""Interleaved layout: a file is cut into chunks, which lie in *containers* that many files share.
-Pure.
+"""Interleaved layout: a file is cut into chunks in *containers* that files share. Pure.
 
-The chunks of all files that are stored together, in the order of the files, fill *stripes* of 4 MiB
-and their headers; each stripe is appended as a whole to a container of the next server. So few
-large writes go to every server whatever the sizes of the files, one large file is spread over all
-servers, and files that lie side by side are read together.
-
-A container is laid out as a file is (see striped): a plain one is one object, a replicated one
-several, and a coded one is striped in small units over its data columns, so that each stripe is
-spread over all of them.
+Chunks of files stored together fill *stripes* of 4 MiB and headers, in order; each is appended to a
+container of the next server. So servers get few large writes, a large file is spread over all, and
+neighbours are read together. A container is laid out like a file (see striped): plain as one
+object, replicated as several, coded in small units over data columns, so each stripe is on all of
+them.
 """
 
 from collections.abc import Sequence
@@ -40,9 +36,7 @@ class Location(NamedTuple):
     """Where a chunk lies."""
 
     server: int
-    """Where the container's first column was when the chunk was appended; where it is now the table
-    says.
-    """
+    """Of the container's first column at the append; the table knows the present one."""
     container: int
     """Its id."""
     offset: int
@@ -55,11 +49,9 @@ class Location(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A range of an interleaved file: ``length`` bytes in a chunk, or zeros (``place`` is None).
-
-    ``shared``: other files, or other ranges of this one, may name the same chunk; it is known by
-    its digest, so where it lies ``place`` says as of now, or not yet (``is_named``).
-    """
+    """``length`` bytes of an interleaved file in a chunk, or zeros (``place`` is None). ``shared``:
+    the chunk, known by digest, may be named elsewhere, and ``place`` is its present one, or none
+    yet (``is_named``)."""
 
     length: int
     place: Location | None = None
@@ -82,9 +74,7 @@ def named(length: int, digest: bytes) -> Extent:
 
 
 class Stripe(NamedTuple):
-    """Chunks ``first`` to ``end`` - 1 of those that are dealt out, and the number of the slot that
-    they go to.
-    """
+    """Dealt chunks ``first`` to ``end`` - 1, and their slot's number."""
 
     slot: int
     first: int
@@ -93,10 +83,8 @@ class Stripe(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Interleaved(Layout):
-    """The layout of one file: how many bytes its chunks have at most. Its chunk list says where
-    they lie. Chunks of a file that was stored by itself have all this size, except the last one;
-    those of a file of a group have different sizes.
-    """
+    """A file's layout: the largest chunk; the chunk list has places. All chunks but the last have
+    this size in a file stored by itself, not in a group's."""
 
     chunk: int
 
@@ -122,16 +110,13 @@ class Interleaved(Layout):
 
 
 def may_list(size: int, allocated: int) -> bool:
-    """Whether a file is to be interleaved. Not if it is large and mostly holes: its list has an
-    entry for each hole of the size of a chunk. Such a file is striped, whatever its policy says.
-    """
+    """Whether to interleave a file: not a large one of mostly holes, whose list has an entry a
+    hole."""
     return size <= max(_HOLES_LISTED, 2 * allocated)
 
 
 def container_layout(servers: tuple[int, ...], redundancy: Redundancy = PLAIN) -> Striped:
-    """Of a container on these servers: as many as the redundancy needs, one for a plain
-    container.
-    """
+    """A container's on these servers: as the redundancy needs, one for a plain one."""
     return Striped(UNIT, servers, redundancy.replicas, redundancy.parity)
 
 
@@ -145,18 +130,14 @@ def redundancy_of(layout: Striped) -> Redundancy:
 
 
 def padded(layout: Striped, length: int) -> int:
-    """Where the next append begins: coded containers grow by whole rows, so that no row is ever
-    changed.
-    """
+    """Where the next append begins: coded containers grow by whole rows, never changed."""
     return -(-length // layout.row) * layout.row if layout.parity else length
 
 
 def deal(sizes: Sequence[int], slots: int, start: int) -> list[Stripe]:
-    """Chunks as stripes, in order: each as full as it gets, in the slot behind the last one's.
-
-    A slot is what takes one stripe at a time: a server, or a set of them. ``sizes`` include
-    headers. ``start``: the slot of the first stripe, taken modulo their number.
-    """
+    """Chunks (``sizes`` with headers) as full stripes, in order, each in the next slot: a server,
+    or set of them, that takes one at a time. ``start``: the first one's slot, modulo their
+    number."""
     stripes: list[Stripe] = []
     first, filled = 0, 0
     for index, size in enumerate(sizes):

@@ -8,9 +8,7 @@ if TYPE_CHECKING:
 
 
 class Layout:
-    """How the bytes of one file lie on data servers: in an object set of its own, or as chunks in
-    containers that files share.
-    """
+    """How a file's bytes lie on data servers: in an object set, or as chunks in containers."""
 
     __slots__ = ()
 

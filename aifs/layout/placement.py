@@ -17,9 +17,7 @@ BURST_FIRST = 0x8000
 """Server numbers from here on are those of burst directories; lower ones those of data servers."""
 
 ACTIVE, DRAINING, LOST = SERVER_STATES = ("active", "draining", "lost")
-"""Of a server: in use; no new objects, and what is there moves away; gone for good, with all that
-was there.
-"""
+"""In use; no new objects, and others move away; gone for good with all objects."""
 
 WEIGHTS = (1, 2, 4, 8)
 
@@ -35,9 +33,8 @@ class Candidate(NamedTuple):
 
 
 def weight_of(free: int, most: int) -> int:
-    """The weight of a server with ``free`` bytes where the emptiest one has ``most``: that of at
-    least half as much is the largest, less than an eighth the smallest. So it does not change with
-    every file that is written."""
+    """A server's weight, with ``free`` bytes, ``most`` in the emptiest: largest from half of that,
+    smallest below an eighth, so writes rarely change it."""
     return next(
         (w for w, share in zip(WEIGHTS[::-1], (2, 4, 8), strict=False) if free * share >= most),
         WEIGHTS[0],
@@ -111,7 +108,7 @@ def _ids(candidates: Iterable[Candidate]) -> tuple[int, ...]:
 
 
 def _part(groups: list[list[Candidate]]) -> None:
-    """Exchange members between groups while that makes fewer of a group share a domain."""
+    """Exchange members of groups while fewer then share a domain."""
     for group in groups:
         for place, member in enumerate(group):
             if not _shares(group, place, member):
@@ -126,9 +123,7 @@ def _part(groups: list[list[Candidate]]) -> None:
 
 
 def _shares(group: list[Candidate], place: int, candidate: Candidate) -> bool:
-    """Whether ``candidate`` at this place of the group would share its domain with another
-    member.
-    """
+    """Whether ``candidate`` would share its domain with another member of the group."""
     return any(i != place and member.domain == candidate.domain for i, member in enumerate(group))
 
 

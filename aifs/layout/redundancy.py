@@ -1,6 +1,4 @@
-"""The redundancy of new files: which of policy and configuration counts, and what layout
-that gives. Pure.
-"""
+"""The redundancy of new files, by policy and configuration, and its layout. Pure."""
 
 from typing import NamedTuple
 
@@ -18,9 +16,7 @@ COLUMNS_MAX = 32
 
 
 class Redundancy(NamedTuple):
-    """``replicas`` of each byte (1: one), or ``parity`` columns for each ``data`` columns (0:
-    none).
-    """
+    """``replicas`` of each byte (1: one), or ``parity`` for each ``data`` columns (0: none)."""
 
     replicas: int = 1
     data: int = 0
@@ -41,9 +37,8 @@ class Redundancy(NamedTuple):
         return self.data + self.parity if self.parity else self.replicas
 
     def columns(self, count: int, available: int) -> int:
-        """How many servers a file gets of ``available``, if ``count`` are asked for that its bytes
-        are striped over (0: all). At least ``least_servers``, even if these are not there. Coded
-        files have as many as they have."""
+        """Servers of ``available`` for a file striped over ``count`` (0: all): ``least_servers`` at
+        least, even if missing. Coded files have a fixed number."""
         if self.parity:
             return self.least_servers
         width = min(count or available, available // self.replicas)
@@ -52,9 +47,7 @@ class Redundancy(NamedTuple):
         return max(width, 1) * self.replicas
 
     def unit(self, unit: int) -> int:
-        """The stripe unit of new files, if ``unit`` is the usual one: coded files need a row of at
-        most ROW_MAX.
-        """
+        """New files' stripe unit, by the usual ``unit``: coded rows have at most ROW_MAX."""
         if not self.parity:
             return unit
         return 1 << (min(unit, ROW_MAX // self.data).bit_length() - 1)

@@ -37,9 +37,7 @@ class ColumnExtent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Striped(Layout):
-    """The layout of one file: the unit in bytes, the ids of its data servers in the order of
-    columns, the redundancy.
-    """
+    """A file's layout: unit in bytes, data servers by columns, redundancy."""
 
     unit: int
     servers: tuple[int, ...]
@@ -102,9 +100,7 @@ class Striped(Layout):
         return Striped(self.unit, servers, self.replicas, self.parity)
 
     def spare(self, unread: int) -> int:
-        """How many more columns, whichever, may be lost if those of the mask ``unread`` are;
-        negative: bytes are lost.
-        """
+        """How many more columns may be lost besides ``unread``; negative: bytes are lost."""
         if self.replicas > 1:
             return (
                 min(
@@ -120,9 +116,7 @@ class Striped(Layout):
         return self.spare(unread) >= 0
 
     def extents(self, offset: int, length: int) -> Iterator[ColumnExtent]:
-        """The byte range as extents of data columns, in file order. Together they cover it exactly;
-        none is empty.
-        """
+        """Extents of data columns that cover the range, in file order, none empty."""
         unit, count = self.unit, self.width
         end = offset + length
         while offset < end:
@@ -133,9 +127,7 @@ class Striped(Layout):
             offset += step
 
     def object_length(self, index: int, size: int) -> int:
-        """How long the object of column ``index`` is when the file has ``size`` bytes; 0: it does
-        not exist.
-        """
+        """The length of column ``index`` in a file of ``size`` bytes; 0: no object."""
         unit, count = self.unit, self.width
         if index >= count:
             index = 0 if self.parity else index % count
@@ -143,9 +135,7 @@ class Striped(Layout):
         return full_rows * unit + min(max(rest - index * unit, 0), unit)
 
     def file_offset(self, column: int, offset: int) -> int:
-        """Where in the file the byte ``offset`` of a column's object lies; of parity, where its row
-        begins.
-        """
+        """The file's offset of an object's byte; for parity, its row's start."""
         row, within = divmod(offset, self.unit)
         data = self.data_column(column)
         return row * self.row + (0 if data is None else data * self.unit + within)

@@ -1,8 +1,7 @@
-"""The other hosts of a store: their names, a connection to each, calls by name, and what is pushed
-to all.
+"""The other hosts of a store: names, connections, calls by name, and pushes to all.
 
-Of two hosts the one with the younger session dials: it has found the other one in the database,
-which need not know it yet. The host that has been dialed believes the proof of the handshake.
+The host with the younger session dials: it found the other in the database, which need not know it
+yet. The dialed host believes the handshake's proof.
 """
 
 import logging
@@ -36,8 +35,7 @@ CALL_S = 5.0
 _AGAIN_MIN_S, _AGAIN_MAX_S = 0.05, 1.0
 """Between two attempts to dial a host: doubled from one to the next."""
 _STRANGERS = 512
-"""Places for connections that have not proved yet whose they are, from addresses of hosts that we
-know; as many are for all other addresses."""
+"""Places for unproved connections from known hosts' addresses; as many for all others."""
 _BACKLOG = 1024
 _SAID_AGAIN_S = 60.0
 """The same fault of the same host is a line in the log no more often."""
@@ -54,11 +52,8 @@ class PeerAddress(NamedTuple):
 
 
 class Peers:
-    """The connections of one host to all others. Used from one trio thread.
-
-    Parts that answer others say so when they are made, by ``serve`` and ``hear``; ``run`` begins
-    when all are made. Sessions report by ``update`` which hosts there are.
-    """
+    """One host's connections to all others. Used from one trio thread. Parts answer by ``serve``
+    and ``hear`` before ``run``; sessions report hosts by ``update``."""
 
     is_shared = True
     """Whether the store may have other hosts."""
@@ -66,8 +61,8 @@ class Peers:
     def __init__(
         self, store: str, name: str, secret: bytes, listen: tuple[str, int] | None
     ) -> None:
-        """Listens at ``listen`` (address and port; 0 is a free one; None: nowhere) at once, and
-        answers when ``run`` does. Raises ConfigError if it cannot."""
+        """Listens at ``listen`` (address and port; 0 is a free one; None: nowhere) at once; ``run``
+        answers. Raises ConfigError if it cannot."""
         self._own = Peer(store, name, 0)
         self._secret = secret
         self._services: dict[str, Service] = {}
@@ -99,8 +94,8 @@ class Peers:
         self._listeners[name] = listener
 
     def update(self, session: int, members: Iterable[PeerAddress]) -> None:
-        """The hosts that are there now, and our own session. Connections to hosts that have gone
-        end; one that is younger than all of them may not be known yet."""
+        """The present hosts, and our session. Connections to gone hosts end; one younger than all
+        may be unknown yet."""
         self._own = self._own._replace(session=session)
         members = list(members)
         self._members = {one.name: one for one in members if one.name != self._own.name}
@@ -118,8 +113,7 @@ class Peers:
 
     @property
     def sessions(self) -> dict[int, str]:
-        """The names of all hosts that are there, by their sessions, ours among them, as they were
-        told of at one moment."""
+        """Names of present hosts by session, ours among them, at one moment."""
         others = {one.session: one.name for one in self._members.values()}
         return {self._own.session: self._own.name, **others}
 
@@ -144,13 +138,12 @@ class Peers:
         into: memoryview | None = None,
         timeout_s: float = CALL_S,
     ) -> Answer:
-        """What the service ``name`` of a host answers to ``arguments`` (of JSON) and ``body``,
-        which stays as it is meanwhile. The answer's bytes go ``into`` a buffer, if one is given and
-        they fit; nothing touches the buffer when this has returned. ``session``: the host's, if it
-        is to be that one and no other.
+        """Call the service ``name`` of a host with ``arguments`` (JSON) and an unchanging ``body``.
+        The answer's bytes go ``into`` a buffer if they fit, untouched after the return.
+        ``session``: only this one of the host's.
 
-        Raises what the service has raised; Unavailable, with the host's name, if it does not
-        answer: then it may have carried out the request, once, or does so yet.
+        Raises errors of the service; Unavailable, with the host's name, without an answer: it may
+        have carried out the request, once, or does so yet.
         """
         with waits_for(f"{HOST} {host}"), trio.move_on_after(timeout_s):
             link = await self._link(host, session)
@@ -158,8 +151,7 @@ class Peers:
         raise Unavailable(f"host {host} has not answered for {timeout_s:g} s")
 
     def push(self, name: str, arguments: Any = None, body: Body = b"") -> None:
-        """Tell all hosts to which there is a connection. It may be lost. Does not block; ``body``
-        must not change afterwards."""
+        """Tell all connected hosts; may be lost. Does not block; ``body`` must not change."""
         if self._links:
             head = head_of(name, arguments)
             for link in self._links.values():
@@ -219,7 +211,6 @@ class Peers:
             await self._use(stream, peer)
 
     def _is_of_host(self, source: str) -> bool:
-        """Whether a host that we know has this address."""
         if source in self._proved.values():
             return True
         hosts = (one.address.rpartition(":")[0].strip("[]") for one in self._members.values())
@@ -232,7 +223,7 @@ class Peers:
         address: str,
         stranger: Stranger | None = None,
     ) -> Peer | None:
-        """The host at the other end; None, with the stream closed, if nobody of ours is."""
+        """The host at the other end; None, with the stream closed, for a stranger."""
         peer = None
 
         def heard() -> None:
@@ -252,7 +243,7 @@ class Peers:
         return peer
 
     async def _use(self, stream: trio.SocketStream, peer: Peer) -> None:
-        """Serve a connection until it ends. It takes the place of an older one of that host."""
+        """Serve a connection, in place of an older one of that host, to its end."""
         link = PeerLink(stream, peer, self._services, self._listeners)
         older = self._links.get(peer.name)
         self._links[peer.name] = link
@@ -271,7 +262,7 @@ class Peers:
                 self._announce()
 
     async def _dial_all(self, nursery: trio.Nursery) -> None:
-        """Dial each host that is older than we are, as long as it is there."""
+        """Dial each older host while it is there."""
         dialing: dict[PeerAddress, trio.CancelScope] = {}
         while True:
             own = self._own.session
@@ -306,7 +297,7 @@ class Peers:
         return None
 
     def _complain(self, fault: str, of: str = "") -> None:
-        """Log what is wrong with somebody, not too often: of one address a single fault."""
+        """Log a fault, not too often: one for each address."""
         now = trio.current_time()
         of = of or fault
         if len(self._said) >= _FAULTS_KEPT:
@@ -319,8 +310,7 @@ class Peers:
 
 
 class Alone(Peers):
-    """The other hosts of a store that has one: none. Nothing listens, and nobody asks or hears.
-    Calls raise Unavailable, and ``run`` is not called."""
+    """The other hosts of a store with one: none. Calls raise Unavailable; ``run`` is not called."""
 
     is_shared = False
 

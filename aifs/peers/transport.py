@@ -64,8 +64,7 @@ MAX_REQUESTS = 1024
 MAX_WAITING = 64 << 20
 """Bytes of bodies of the requests that are under way here; more are refused with Overloaded."""
 MAX_UNSENT = 8 << 20
-"""Bytes that the connection has not taken: behind more, requests and answers wait, and what is
-pushed is dropped."""
+"""Unsent bytes: beyond, requests and answers wait, and pushes are dropped."""
 
 ALIVE_S = 1.0
 SILENCE_S = 3.0
@@ -78,8 +77,8 @@ Body = bytes | bytearray | memoryview
 
 
 class FilePart(NamedTuple):
-    """Bytes of a file as the body of an answer. The descriptor belongs to the connection, which
-    closes it. A file that is shorter ends the connection."""
+    """Bytes of a file as an answer's body. The connection closes the descriptor; a shorter file
+    ends it."""
 
     fd: int
     offset: int
@@ -87,8 +86,7 @@ class FilePart(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer of a service: a value (of JSON) and bytes. At the asking host, ``body`` is bytes,
-    or the part of its own buffer into which they were received."""
+    """A service's answer: value (JSON) and bytes; at the asking host, maybe in its own buffer."""
 
     value: Any = None
     body: Body | FilePart = b""
@@ -104,24 +102,19 @@ class Peer(NamedTuple):
 
 
 Service = Callable[[Peer, Any, Body], Awaitable[Answer]]
-"""Called with the asking host, the arguments and the body. An AifsError that it raises is raised
-at that host. It is cancelled when nobody waits for its answer any more, also when the connection
-ends."""
+"""Called with the asking host, arguments and body. Its AifsError is raised there. Cancelled when
+its answer is unwanted, also at the connection's end."""
 
 Listener = Callable[[Peer, Any, Body], None]
-"""Called with the host that has pushed something, and the message, in the order of pushing. It
-does not block."""
+"""Called with the pushing host, and message, in order. Does not block."""
 
 
 class Refused(UserError):
-    """The other end of a connection is another host, store or version than it should be; the text
-    says which."""
+    """The other end is another host, store or version than expected, as the text says."""
 
 
 class Overloaded(Busy):
-    """The other host has too many requests of this one under way, and has not begun with the one
-    that it refuses: unlike Busy of a service, it may be asked again.
-    """
+    """The other host has too many requests of this one, and has not begun this: ask again."""
 
 
 async def shake_hands(
@@ -131,10 +124,8 @@ async def shake_hands(
     dialed: str | None,
     heard: Callable[[], None] = lambda: None,
 ) -> Peer:
-    """The host at the other end. ``dialed``: the host that we have dialed, None if we were.
-    ``heard`` is called when the other end has said a hello for us, which proves nothing yet. Raises
-    Refused, and OSError or trio's errors when the connection ends.
-    """
+    """The host at the other end. ``dialed``: by us, or None. ``heard`` is called after its hello,
+    which proves nothing. Raises Refused, and OSError or trio's errors when the connection ends."""
     ours = _hello(own, own.name if dialed is None else dialed)
     if dialed is None:
         text = theirs = await _read_hello(end)
@@ -189,7 +180,7 @@ async def _read_hello(end: trio.SocketStream) -> bytes:
 
 
 def _parse_hello(hello: bytes) -> tuple[Peer, str]:
-    """The host that says hello, and the one that hears it."""
+    """The host of the hello, and its addressee."""
     try:
         fields = json.loads(hello[HELLO.size :])
         store, name, session = fields["store"], fields["name"], fields["session"]
@@ -225,10 +216,8 @@ class _Asked:
 
 
 class PeerLink:
-    """One end of a connection, after the handshake. Used from one trio thread.
-
-    ``peer`` says who is at the other end, ``session`` what session it is of.
-    """
+    """One end of a connection, after the handshake, with ``peer``'s ``session``. Used from one trio
+    thread."""
 
     def __init__(
         self,
@@ -277,8 +266,8 @@ class PeerLink:
         return f"host {self.peer.name}"
 
     async def run(self) -> str:
-        """Send, receive and serve until the connection ends, or ``close``. Returns what was wrong
-        with the other end, '' if nothing was."""
+        """Send, receive and serve until the end, or ``close``. Returns the other end's fault, or
+        ''."""
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -304,12 +293,9 @@ class PeerLink:
     async def request(
         self, name: str, arguments: Any = None, body: Body = b"", into: memoryview | None = None
     ) -> Answer:
-        """What the service ``name`` of the other host answers. The bytes of an answer go ``into`` a
-        buffer, if one is given and they fit.
-
-        Raises what the service has raised; Unavailable if the connection ends before the answer
-        has come: it may have been carried out then.
-        """
+        """The answer of the other host's service ``name``, its bytes ``into`` a buffer if they fit.
+        Raises its errors; Unavailable if the connection ends before: it may have been carried
+        out."""
         while self._unsent_bytes > MAX_UNSENT and not self.is_over.is_set():
             await self._room.wait()
         if self.is_over.is_set():
@@ -332,8 +318,7 @@ class PeerLink:
         return asked.answer
 
     def push(self, head: bytes, body: Body) -> None:
-        """Have a listener of the other end told, if the connection lives and takes it. ``head`` is
-        that of a frame. Does not block."""
+        """Tell the other end, if possible. ``head``: a frame's. Does not block."""
         if self._unsent_bytes <= MAX_UNSENT:
             self._queue(PUSH, 0, head, body)
 
@@ -362,8 +347,7 @@ class PeerLink:
             self._more.set()
 
     def _send_now(self) -> bool:
-        """Give the socket what it takes, up to the first part of a file. Whether it took all of
-        that."""
+        """Send what the socket takes, up to a file's part. Whether it took all of that."""
         unsent = self._unsent
         while unsent and not isinstance(unsent[0], FilePart):
             pieces: list[memoryview] = []
@@ -394,7 +378,7 @@ class PeerLink:
             self._room = trio.Event()
 
     async def _send(self) -> None:
-        """Send what the socket does not take at once; and a sign of life now and then."""
+        """Send the rest, and a sign of life now and then."""
         while True:
             self._more = trio.Event()
             if not self._unsent:
@@ -413,7 +397,7 @@ class PeerLink:
                 await trio.sleep_forever()
 
     async def _send_part(self) -> None:
-        """Send the part of a file that is the next. Raises OSError."""
+        """Send the next part of a file. Raises OSError."""
         part = self._unsent[0]
         assert isinstance(part, FilePart)
         sent = await trio.to_thread.run_sync(
@@ -428,7 +412,7 @@ class PeerLink:
             _drop(part)
 
     async def _watch(self) -> None:
-        """End the connection when nothing has come for too long."""
+        """End the connection after long silence."""
         while (silent_s := trio.current_time() - self._received) < SILENCE_S:
             await trio.sleep(SILENCE_S - silent_s)
         log.info("peers: nothing from %s for %g s; its connection is ended", self, SILENCE_S)
@@ -621,7 +605,7 @@ def _drop(piece: object) -> None:
 
 
 def _unwrapped(stream: trio.SocketStream) -> socket.socket:
-    """The socket of a stream, which is not used any more, for us to send and receive by."""
+    """A stream's socket, for us alone."""
     own = socket.socket(fileno=stream.socket.detach())
     own.setblocking(False)
     own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,16 +1,14 @@
-"""All epochs that are read here, and the work for them. Readers say again and again what they
-read, by ``order``, as a call or an attribute (datasets/ahead.py has the words); a reader that says
-nothing for EXPIRES_S reads no more.
+"""All epochs read here, and the work for them. Readers repeat what they read, by ``order``, a call
+or attribute (words: datasets/ahead.py); one silent for EXPIRES_S has ended.
 
-A file is brought by reading it, as its readers would, so that its bytes are in blocks
-(``Stager.warm``). What is decided here is which file, and when. Nobody is ever worse off for it
-than if the reader had read the files itself:
+A file is brought by reading it into blocks (``Stager.warm``); which, and when, is decided here.
+Nobody is worse off than without:
 
 - the reader may read each of them, by its mode and those of the directories above, at that time;
 - blocks take what nothing else takes, and give way before a writer waits;
 - what is kept for readers that have not come to it is bounded: all epochs together have three
-  quarters of the room of blocks, each an equal part of it, and no more than it asks for. Of what
-  gives way to it, the blocks that an epoch has used up are the first.
+  quarters of the room of blocks, each an equal part of it, and no more than it asks for. Blocks
+  that an epoch has used up give way first.
 """
 
 import heapq
@@ -103,8 +101,8 @@ class FollowedEpoch:
         self._needs: deque[FileNeed] = deque()
         """Of the windows that have been planned, what is not brought yet, in order."""
         self._kept: dict[int, int] = {}
-        """Files that are kept for readers who have not come to their ends yet, or are on their way,
-        by number: the bytes that they take."""
+        """Files kept for readers that have not come to their ends, or on their way: bytes by
+        number."""
         self._lasts: list[tuple[int, int]] = []
         """Of all these, until which row they are needed, and which it is: a heap."""
         self._firsts: dict[int, int] = {}
@@ -180,7 +178,6 @@ class FollowedEpoch:
         self._plan_anew()
 
     async def _look_up(self, engine: Engine, io: FileIO, epoch: Epoch) -> None:
-        """Which inodes the files have."""
         paths = epoch.index.paths
         for first in range(0, len(paths), _AT_ONCE):
             some = paths[first : first + _AT_ONCE]
@@ -201,7 +198,7 @@ class FollowedEpoch:
         self.error = self.error or error
 
     def _require_same(self, epoch: Epoch, file: int, inode: Inode) -> None:
-        """Raises Stale if it is not the file that was indexed."""
+        """Raises Stale for another file than indexed."""
         if Version(inode.size, inode.mtime_ns) != epoch.index.version(file):
             name = epoch.index.paths[file].decode("utf-8", "backslashreplace")
             raise Stale(f"{name} has changed since the dataset was indexed")
@@ -220,9 +217,8 @@ class FollowedEpoch:
         return min(self._wanted or limit, limit)
 
     async def take(self, limit: int) -> FileNeed | None:
-        """The next file that is to be brought, which counts as kept from now on: all together are
-        ``limit`` bytes at most. None: there is none for now.
-        """
+        """The next file to bring, kept from now on: ``limit`` bytes at most together. None: none
+        for now."""
         epoch, most = self._epoch, self.room(limit)
         if epoch is None or not self._readers:
             return None
@@ -252,14 +248,13 @@ class FollowedEpoch:
         return need
 
     def _is_settled(self, epoch: Epoch, need: FileNeed, most: int) -> bool:
-        """Whether nothing is to be done for it, or can be. What has been read by half was read from
-        the servers: it would be fetched twice."""
+        """Whether nothing has, or is able, to be done. A half read file would be fetched twice."""
         is_past = need.first + need.last <= 2 * self.row or need.file in self._kept
         return is_past or not self._inos[need.file] or epoch.index.sizes[need.file] > most
 
     def _may_plan(self, epoch: Epoch, most: int) -> bool:
-        """Whether another window is near enough. So what is not worth keeping is not planned
-        either, long before somebody comes there."""
+        """Whether another window is near enough, so that files not worth keeping are not planned
+        early."""
         if self._planned >= len(epoch.windows):
             return False
         now = epoch.window_of(self.row)
@@ -295,8 +290,7 @@ class FollowedEpoch:
         self.settle(need, False)
 
     def pop_used(self) -> list[int]:
-        """Inode numbers of files that all readers have come past since this was last asked. Does
-        not block."""
+        """Inodes of files that all readers have passed since the last call. Does not block."""
         found = []
         while self._lasts and self._lasts[0][0] <= self.row:
             file = heapq.heappop(self._lasts)[1]
@@ -330,7 +324,7 @@ def _epoch_of(index: Index, order: EpochOrder) -> Epoch:
 
 
 def _find_readable(tx: ReadTransaction, directory: int, path: bytes, asker: Asker) -> Inode:
-    """A file below a directory. Raises NotFound, AccessDenied, Invalid for what is no file."""
+    """A file below a directory. Raises NotFound, AccessDenied, Invalid for no file."""
     inode = namespace.get_directory(tx, directory)
     for name in path.split(b"/"):
         require_may(inode, asker, SEARCH)
@@ -344,7 +338,7 @@ def _find_readable(tx: ReadTransaction, directory: int, path: bytes, asker: Aske
 def _find_all(
     tx: ReadTransaction, directory: int, paths: Sequence[bytes], asker: Asker
 ) -> list[Inode | None]:
-    """None: it is not there, or cannot be read."""
+    """None: it is missing, or unreadable."""
     found: list[Inode | None] = []
     for path in paths:
         try:
@@ -390,9 +384,8 @@ class Epochs:
     # --- what is said ---
 
     async def order(self, ino: int, text: str, caller: CallerLike) -> None:
-        """Readers of the dataset in a directory say what they read; '': all of this user's have
-        ended. Raises Invalid, NotADirectory, NotSupported, ReadOnly; Busy if too many epochs are
-        read."""
+        """Readers of a directory's dataset say what they read; '': this user's have ended. Raises
+        Invalid, NotADirectory, NotSupported, ReadOnly; Busy for too many epochs."""
         self._options.require_writable()
         inode = await self._engine.view(namespace.get_inode, ino)
         if not inode.is_dir:
@@ -443,8 +436,7 @@ class Epochs:
             raise Busy("too many epochs are read already; those that nobody reads end in a minute")
 
     def tell(self, ino: int, caller: CallerLike) -> dict[str, Any]:
-        """The epochs of the dataset in a directory; names of files to their users alone. {}: there
-        are none."""
+        """The epochs of a directory's dataset, or {}; file names to their users alone."""
         limit = self._limit()
         found = []
         for (directory, uid, *_), epoch in self._epochs.items():
@@ -456,8 +448,7 @@ class Epochs:
         return {"epochs": found} if found else {}
 
     def status(self) -> dict[str, Any]:
-        """What ``aifs status`` shows. ``waiting``: how many epochs have readers that have come to
-        files that are not there yet."""
+        """The status. ``waiting``: epochs whose readers have come to missing files."""
         epochs = self._epochs.values()
         return {
             "epochs": len(epochs),
@@ -468,7 +459,6 @@ class Epochs:
         }
 
     def _limit(self) -> int:
-        """Bytes for each."""
         return self._tier.blocks.room * 3 // 4 // max(1, len(self._epochs))
 
     # --- in the background ---
@@ -520,7 +510,6 @@ class Epochs:
                     self._tier.blocks.want(inode.oid, 0, inode.size, False)
 
     async def _bring(self, epoch: FollowedEpoch, need: FileNeed) -> None:
-        """Have a file in the burst tier."""
         try:
             inode = await epoch.find(self._engine, self._io, need)
         except FsError as error:

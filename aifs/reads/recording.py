@@ -1,10 +1,8 @@
-"""What a start touches. Files that the kernel reads by itself are judged by what the page cache has
-of them when the recording ends, and had not when they were first opened. Opens of small files that
-are lent are heard of later, in order, and cost the job nothing: one block is all that they have.
+"""What a start touches. Files that the kernel reads itself are judged by the page cache: at the
+end, less at the first open. Lent opens of small files are heard of later, in order: one block each.
 
-Reading ahead of a record (AHEAD) touches nothing: a file that no program of the job opens is not
-recorded. What of the other files was in memory when they were opened nobody sees to be touched; so
-that is taken from the record before (starts.py).
+Reading ahead (AHEAD) touches nothing. Touches of what was in memory at the open are unseen; so they
+come from the record before (starts.py).
 """
 
 import os
@@ -48,14 +46,11 @@ class StartRecording:
         self._uid = uid
         self._began_ns = clock.kernel_ns()
         self._files: dict[int, _Touched | None] = {}
-        """By inode number, in the order of first access; None: a small one, whose open was answered
-        without us."""
+        """By inode, in order of first access; None: small, opened by the bridge."""
         self._names: dict[int, tuple[int, bytes]] = {}
-        """By inode number, of files with several names, by which one they were found: directory and
-        name."""
+        """Of files with several names, by inode: directory and name by which they were found."""
         self.is_blind = False
-        """The system does not tell what is in memory: files that are passed through count as a
-        whole."""
+        """The system does not tell memory contents: passed-through files count as a whole."""
 
     def takes(self, uid: int) -> bool:
         """Whether accesses of this user count."""
@@ -93,8 +88,8 @@ class StartRecording:
             touched.blocks.update(range(offset // BLOCK, (offset + length - 1) // BLOCK + 1))
 
     async def tell(self, engine: Engine, io: FileIO) -> list[HotFile]:
-        """What was touched, in order, of files that are as they were when they were first opened;
-        no blocks of what was in memory before. Others run meanwhile."""
+        """Touches, in order, of files unchanged since their first open; no blocks in memory before.
+        Other tasks run meanwhile."""
         found = []
         inos = list(self._files)
         for first in range(0, len(inos), _AT_ONCE):
@@ -187,9 +182,8 @@ class StartRecordings:
 def _look_up(
     tx: ReadTransaction, names: Mapping[int, tuple[int, bytes] | None], directory: int
 ) -> list[HotFile]:
-    """Those inodes that are still there, not in ``directory``, and have bytes beside their records:
-    as they are on record, without runs. Of one with several names this is the path by the given
-    one."""
+    """Inodes still there, not in ``directory``, with bytes outside their records: as recorded,
+    without runs. Of several names, the path is by the given one."""
     found = []
     for ino, name in names.items():
         inode = namespace.find_inode(tx, ino)

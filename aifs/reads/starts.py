@@ -197,7 +197,7 @@ class Starts:
             start.state = "ended"
 
     async def _blocks_before(self, start: _Start) -> dict[tuple[int, int, int], set[int]]:
-        """What the newest record has of each file that is as it was then. Raises FsError."""
+        """The newest record's blocks of files unchanged since. Raises FsError."""
         for _, inode in await self._list_records(start.directory):
             with suppress(Invalid, AccessDenied):
                 require_may(inode, start.caller, READ)
@@ -233,7 +233,7 @@ class Starts:
 def _list(
     tx: ReadTransaction, directory: int, cookie: int
 ) -> tuple[list[tuple[bytes, Inode]], int | None]:
-    """Records among the next entries, and where to go on (None: that was all)."""
+    """Records among the next entries, and where to go on (None: the end)."""
     found, last = [], None
     for name, inode, place in list_directory(tx, directory, cookie, _LISTED_AT_ONCE):
         last = place

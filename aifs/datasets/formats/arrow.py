@@ -1,12 +1,10 @@
-"""Arrow's IPC file and stream: each record batch is a block; rows are dictionaries, by columns.
-Option ``columns``: these alone.
+"""Arrow's IPC file and stream: a record batch is a block; rows are dictionaries by columns. Option
+``columns``: these alone.
 
-Only metadata are read for the index: messages, in flatbuffers, of which this module knows the few
-fields that say where record batches and dictionaries lie, and how many rows they have (Arrow
-columnar format, "Serialization and Interprocess Communication").
-
-For its rows a batch is read in one piece, and not copied again; one of more than 64 MiB is mapped.
-(A mapped file that shrinks ends the process by SIGBUS, so smaller ones are read.)
+For the index only metadata are read: flatbuffers messages, of which this module knows the fields
+that say where record batches and dictionaries lie, and their rows (Arrow columnar format,
+"Serialization and Interprocess Communication"). A batch is read in one piece, uncopied; mapped
+above 64 MiB. (A mapped file that shrinks ends the process by SIGBUS.)
 """
 
 import struct
@@ -138,8 +136,8 @@ def schema_span(window: SmallReads) -> Span:
 
 
 def decoded_bytes(message: bytes | memoryview) -> int:
-    """How many bytes a record batch, or a dictionary, has when it is decompressed; ``message`` is
-    one with its body. Raises DatasetError."""
+    """The decompressed bytes of a record batch, or dictionary, from a message with body. Raises
+    DatasetError."""
     start = 8 if bytes(message[:4]) == CONTINUED else 4
     length = _unpack("<i", message, start - 4)
     header = _Table.root(bytes(message[start : start + length]))
@@ -307,7 +305,7 @@ class _File:
 
 
 def _require_fits(messages: Sequence[bytes | memoryview]) -> None:
-    """Raises DatasetError if compressed messages have more than 1 GiB."""
+    """Raises DatasetError for compressed messages of more than 1 GiB."""
     for message in messages:
         decoded = decoded_bytes(message)
         if decoded > max(ROW_BYTES_MAX, len(message)):

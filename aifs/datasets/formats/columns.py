@@ -31,8 +31,8 @@ def naming(path: str, offset: int) -> Iterator[None]:
 def require_distinct(
     fields: "Iterable[pyarrow.Field]", columns: Sequence[str] | None = None
 ) -> None:
-    """Raises DatasetError if two of these columns, or two fields of a struct, have one name: a
-    dictionary holds one of them alone. ``columns``: these, and the fields in them, count."""
+    """Raises DatasetError if two columns, or fields of a struct, have one name, lost in a
+    dictionary. ``columns``: these, and their fields, count."""
     import pyarrow
 
     if columns is not None:
@@ -58,8 +58,7 @@ def fields_in(kind: "pyarrow.DataType") -> "list[pyarrow.Field]":
 
 
 def takeable(batch: "pyarrow.RecordBatch") -> "pyarrow.RecordBatch":
-    """The same rows in types of which pyarrow takes rows by number. It has no such function for
-    views, and for runs."""
+    """The rows in types that pyarrow takes by number, unlike views and runs."""
     import pyarrow
     from pyarrow import compute
 
@@ -113,8 +112,8 @@ def python_rows(batch: "pyarrow.RecordBatch", rows: Sequence[int]) -> list[dict[
 def joined(
     batches: "Sequence[pyarrow.RecordBatch]", rows: Sequence[int] | None = None
 ) -> "pyarrow.RecordBatch":
-    """All their rows, or these, as one batch. Raises DatasetError if a column gets 2 GiB or more
-    that its type cannot hold, or if pyarrow cannot do it for one of the types."""
+    """All their rows, or these, as one batch. Raises DatasetError for a column of 2 GiB or more
+    that its type cannot hold, or a type that pyarrow cannot join."""
     import pyarrow
 
     try:

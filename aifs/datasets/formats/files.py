@@ -1,17 +1,15 @@
-"""A directory of files: each file is a row, ``{"path": below the directory, "data": bytes}``, with
-``"label"`` (the number of its sorted folder) where each class has its own folder. Arrow batches
-have the columns ``path``, ``data`` and ``label`` (null: there are none).
+"""A directory of files: each is a row, ``{"path": below the directory, "data": bytes}``, with
+``"label"`` (number of its sorted folder) if each class has a folder. Arrow batches have columns
+``path``, ``data`` and ``label`` (null: none).
 
-The one "file" of the dataset is its *catalogue*: of each file its path below the directory, a zero
-byte, where it begins if all are one after another, its size, the number of its label (-1: it has
-none), a zero byte. Blocks are runs of it. On a mount of AIFS files are in the order of their inode
-numbers: that in which they were made, and drained, so the files of a block lie together in few
-containers; unlike their places, which draining and compaction change, it is the same for all ranks,
-and when a job goes on. Elsewhere they are in the order of their paths.
+The dataset's one "file" is its *catalogue*: of each file path, a zero byte, where it begins if all
+are in a row, size, label's number (-1: none), a zero byte. Blocks are runs of it. On a mount of
+AIFS files go by inode number, as made and drained, so a block's files are in few containers; unlike
+places, this order is stable, for all ranks. Elsewhere they go by path.
 
-On a mount a block is one read of a virtual file, which has all files one after another, and which
-the daemon reads as containers hold them. Where there is none, or it cannot be read, each file is
-opened by itself."""
+On a mount a block is one read of a virtual file of all files in a row, read as containers hold
+them. Where that fails each file is opened.
+"""
 
 import hashlib
 import os
@@ -35,8 +33,8 @@ SUFFIXES: tuple[str, ...] = ()
 _PLACES = "user.aifs.places"
 _NEXT = struct.Struct("<Q")
 _PLACED = struct.Struct("<QQqQQ")
-"""The value of the attribute (aifs/reads/virtual/walking.py): the next N; of each file its inode,
-size, mtime, container, and offset there."""
+"""The attribute's value (aifs/reads/virtual/walking.py): the next N; of each file inode, size,
+mtime, container, offset."""
 
 
 class SmallFile(NamedTuple):
@@ -55,10 +53,8 @@ def catalogue(root: str, options: Mapping[str, Any]) -> tuple[bytes, list[RowBlo
 
 
 def catalogue_of(found: Iterable[tuple[int, bytes, int]]) -> tuple[bytes, list[RowBlock]]:
-    """The same of files of which each has an inode number (0: it does not count), a path, a size.
-
-    Labels are the numbers of the sorted folders, if all files are in one of several folders.
-    """
+    """Catalogue and blocks of files by inode number (0: does not count), path, size. Labels number
+    the sorted folders, if all files are in one of several."""
     in_order = sorted(found)
     labels = _labels([path for _, path, _ in in_order])
     parts: list[bytes] = []
@@ -83,14 +79,12 @@ def catalogue_of(found: Iterable[tuple[int, bytes, int]]) -> tuple[bytes, list[R
 
 
 def is_hidden(path: bytes) -> bool:
-    """Whether a file of this path does not belong to a dataset: some part of the path begins with a
-    dot or an underscore."""
+    """Whether a path has a part that begins with a dot or an underscore, so no dataset has it."""
     return path.startswith((b".", b"_")) or b"/." in path or b"/_" in path
 
 
 def joined_name(catalogue: bytes | memoryview) -> bytes:
-    """The name, below ``.aifs-data`` of the directory, of the virtual file that holds the files of
-    just this catalogue one after another."""
+    """The virtual file below ``.aifs-data`` with this catalogue's files in a row."""
     return b"files=%s.bin" % hashlib.blake2b(catalogue, digest_size=16).hexdigest().encode()
 
 
@@ -108,7 +102,7 @@ def entries(part: bytes) -> Iterator[SmallFile]:
 
 
 def _found(root: bytes) -> Iterator[tuple[int, bytes, int]]:
-    """Of each file its inode number (0: this is no mount of AIFS), its path, its size."""
+    """Of each file inode number (0: no mount of AIFS), path, size."""
     for directory, entries in listed(root):
         sizes = _sizes(directory)
         for path, entry in entries:
@@ -120,8 +114,8 @@ def _found(root: bytes) -> Iterator[tuple[int, bytes, int]]:
 
 
 def listed(root: bytes) -> Iterator[tuple[bytes, list[tuple[bytes, os.DirEntry[bytes]]]]]:
-    """Each directory of a dataset with its regular files, and links to such or to nothing, by their
-    paths below ``root``. Links to directories are followed, except to one that they lie in."""
+    """Each directory with its regular files, and links to files or nothing, by path below ``root``.
+    Follows links to directories, except to one above."""
     waiting = [(b"", frozenset[tuple[int, int]]())]
     while waiting:
         below, above = waiting.pop()
@@ -144,8 +138,7 @@ def listed(root: bytes) -> Iterator[tuple[bytes, list[tuple[bytes, os.DirEntry[b
 
 
 def _sizes(directory: bytes) -> dict[int, int] | None:
-    """Of files in containers their sizes, by inode number, many at a time; None elsewhere than on a
-    mount."""
+    """Sizes of files in containers by inode number, many at a time; None outside a mount."""
     sizes = {}
     following = 0
     while True:
@@ -196,8 +189,7 @@ class _Block:
 
 
 def read_each(root: bytes, found: list[SmallFile]) -> list[bytes]:
-    """The contents of files below a directory. Raises OSError, with ESTALE if one is not as long as
-    its catalogue says."""
+    """The files' contents. Raises OSError (ESTALE) for another length than the catalogue's."""
     return [_read(os.path.join(root, each.path), each) for each in found]
 
 
@@ -223,8 +215,7 @@ class _File:
         return _Block(found, self._read_joined(found) or read_each(self._root, found))
 
     def _read_joined(self, found: list[SmallFile]) -> list[bytes]:
-        """All of a block by one read; nothing if that cannot be had: one of the files has changed,
-        or the daemon has been started again."""
+        """A block by one read; nothing if a file has changed, or the daemon was restarted."""
         if self._joined is None:
             return []
         start, end = found[0].start, found[-1].start + found[-1].size

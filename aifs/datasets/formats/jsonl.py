@@ -1,8 +1,6 @@
-"""Lines of JSON: each line that is not blank is a row, decoded by json.loads.
-
-Arrow batches: with the option ``schema`` (a pyarrow.Schema) its columns, where a row's other fields
-are left out; without it one column ``json`` of the lines as they are, because lines alone do not
-tell one schema for all batches."""
+"""Lines of JSON: each line that is not blank is a row, decoded by json.loads. Arrow batches: with
+``schema`` (a pyarrow.Schema) its columns, without other fields; else one column ``json`` of
+lines."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -18,8 +18,8 @@ FORMATS: dict[str, ModuleType] = {
 
 
 def is_of(format: str, name: bytes) -> bool:
-    """Whether a file of this name belongs to a dataset of this format. Hidden files, and those in
-    hidden directories, never do."""
+    """Whether a dataset of this format has this file name. Hidden files, and directories, are
+    out."""
     suffixes = _suffixes(format)
     return not files.is_hidden(name) and (not suffixes or name.lower().endswith(suffixes))
 
@@ -30,11 +30,8 @@ def _suffixes(format: str) -> tuple[bytes, ...]:
 
 
 def format_of(names: Iterable[bytes]) -> str:
-    """The format of a directory, as the names of its files tell: the first that any file has, so
-    notes beside the data (README.txt, state.json) do no harm; else "files".
-
-    A ``.bin`` needs its ``.idx`` to be Megatron's. Raises DatasetError if there is no file.
-    """
+    """A directory's format by file names: the first that any has, so notes (README.txt, state.json)
+    do no harm; else "files". A ``.bin`` needs an ``.idx``. Raises DatasetError without files."""
     all_names = {name for name in names if is_of("files", name)}
     for format, module in FORMATS.items():
         found = [name for name in all_names if module.SUFFIXES and is_of(format, name)]
@@ -65,8 +62,8 @@ def format_of_bytes(file: FileBytes) -> str | None:
 
 
 def order_bytes(index: Index, name: OrderName, sources: OrderSources) -> Joined:
-    """The content of the order file ``name`` of a dataset. Blocks: its files' headers are read.
-    Raises DatasetError, which says why, for a dataset that cannot be put into an order."""
+    """The content of the order file ``name`` of a dataset. Blocks: reads headers. Raises
+    DatasetError, with the reason, if the dataset cannot have one."""
     blocks = chosen_of(index, name)
     if name.suffix == b".idx":
         return megatron.order_idx(blocks, sources)

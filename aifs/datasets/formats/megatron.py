@@ -209,7 +209,7 @@ class _File:
         return _Block(numpy.frombuffer(data, numpy.dtype(documents.dtype)), bounds)
 
     def _numbers(self, kind: str, at: int, first: int, count: int) -> "numpy.ndarray":
-        """``count`` numbers of the list that begins at byte ``at``, from its ``first`` on."""
+        """``count`` numbers of the list at byte ``at``, from ``first`` on."""
         import numpy
 
         each = numpy.dtype(kind).itemsize
@@ -240,8 +240,8 @@ class _Run(NamedTuple):
 
 
 def order_idx(blocks: ChosenBlocks, sources: OrderSources) -> Joined:
-    """The .idx to the .bin of ``order``: the lists of the files' own .idx, block by block, in which
-    positions are shifted. Two reads of an .idx for each block."""
+    """The .idx to the .bin of ``order``: the files' lists by block, positions shifted. Two reads of
+    an .idx for each block."""
     runs = list(_runs(blocks, sources))
     sequences = sum(run.high - run.low for run in runs)
     documents = sum(run.block.rows for run in runs)

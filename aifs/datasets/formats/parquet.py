@@ -1,9 +1,9 @@
-"""Parquet: each row group is a block; rows are dictionaries, by columns. pyarrow reads the footers.
-Option ``columns``: these alone are read.
+"""Parquet: a row group is a block; rows are dictionaries by columns. pyarrow reads the footers.
+Option ``columns``: these alone.
 
-Row groups are decoded in pieces of about 4 MiB, as they are when they are decoded: a dictionary of
-one long word may stand for gigabytes. Of a row group of more than 32 MiB only the rows are held
-that were asked for last: rows in rising order cost one pass, going back begins at its start again.
+Row groups are decoded in pieces of about 4 MiB: a dictionary of one long word may stand for
+gigabytes. Of one above 32 MiB only the last asked rows are held: rising rows cost one pass, going
+back starts again.
 """
 
 import itertools
@@ -45,8 +45,8 @@ def blocks(file: FileBytes, options: Mapping[str, Any]) -> Iterator[RowBlock]:
 
 
 def footer(file: FileBytes) -> bytes:
-    """The end of a Parquet file, from the first byte of its metadata. Raises DatasetError if this
-    is no Parquet file, or not all of one."""
+    """A Parquet file's end, from its metadata on. Raises DatasetError for no, or a cut, Parquet
+    file."""
     tail = file.read(max(0, file.size - _TAIL), _TAIL)
     if len(tail) < 12 or tail[-4:] != MAGIC or file.read(0, 4) != MAGIC:
         encrypted = ": it is encrypted" if tail[-4:] == b"PARE" else ""
@@ -62,10 +62,8 @@ def footer(file: FileBytes) -> bytes:
 
 
 def metadata(footer: bytes) -> "parquet.FileMetaData":
-    """Decode a footer by pyarrow. Raises DatasetError.
-
-    Its columns are asked for after ``_require_told`` alone.
-    """
+    """Decode a footer by pyarrow. Raises DatasetError. Its columns are asked for after
+    ``_require_told``."""
     import pyarrow
     from pyarrow import parquet
 
@@ -75,7 +73,7 @@ def metadata(footer: bytes) -> "parquet.FileMetaData":
 
 @contextmanager
 def _footer_faults() -> Iterator[None]:
-    """Raise DatasetError for any error that pyarrow raises for a footer."""
+    """Raise DatasetError for any error of pyarrow."""
     import pyarrow
 
     try:
@@ -120,11 +118,8 @@ def _spans(meta: "parquet.FileMetaData", end: int) -> Iterator[RowBlock]:
 def _require_told(
     meta: "parquet.FileMetaData", end: int, groups: Sequence[int], columns: Sequence[int]
 ) -> None:
-    """Raises DatasetError if these columns of these row groups are encrypted, or missing: asked for
-    them pyarrow ends the process.
-
-    A reader that buffers ahead finds out, with an exception, before it reads the first byte.
-    """
+    """Raises DatasetError if these columns are encrypted or missing: pyarrow would end the process.
+    A buffering reader finds out, by an exception, before the first byte."""
     from pyarrow import parquet
 
     with _footer_faults(), suppress(_ReadError):
@@ -194,8 +189,8 @@ class _Block:
             return joined(pieces)
 
     def _piece_with(self, row: int) -> tuple[int, "pyarrow.RecordBatch"]:
-        """The piece with this row, and the number of its first row. Earlier pieces are dropped if
-        the group is too large to be held."""
+        """The piece with this row, and its first row. Earlier ones are dropped from a large
+        group."""
         with self._lock, naming(self._file.path, self._offset):
             if row < self._first:
                 self.pieces.clear()
@@ -226,7 +221,7 @@ class _Block:
 
 
 def _decoded(file: "_File", group: int) -> Iterator["pyarrow.RecordBatch"]:
-    """No method of a block: it would hold the block, which holds it, and its file stay open."""
+    """No method: it would hold its block, which holds it, and the file open."""
     opened = file.opened()
     most = _FIRST_ROWS
     for piece in opened.iter_batches(most, [group], file.columns, use_threads=False):

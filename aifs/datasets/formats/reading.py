@@ -29,9 +29,8 @@ class DatasetFile(Protocol):
     def size(self) -> int: ...
 
     def read(self, offset: int, length: int) -> bytes:
-        """All of these ``length`` bytes. Raises OSError ESTALE, with the file's name, if the file
-        is not the one that was indexed any more. Blocks; holds no lock.
-        """
+        """All of these ``length`` bytes. Raises OSError (ESTALE), with the file's name, for another
+        file than indexed. Blocks; holds no lock."""
         ...
 
 
@@ -43,9 +42,7 @@ class BlockRows(Protocol):
         ...
 
     def batch(self, first: int, rows: int) -> "pyarrow.RecordBatch":
-        """``rows`` rows from ``first`` on, without decoding them to Python objects. All batches of
-        a dataset have one schema.
-        """
+        """``rows`` rows from ``first`` on, undecoded. All batches of a dataset have one schema."""
         ...
 
 
@@ -58,10 +55,7 @@ class FileRows(Protocol):
 
 
 class SmallReads:
-    """Reads of a few bytes at rising offsets of one file.
-
-    Each call of the file fetches 4 KiB; where the reads lie close together, up to 64 KiB.
-    """
+    """Small reads at rising offsets: each call fetches 4 KiB, up to 64 KiB for close reads."""
 
     def __init__(self, file: FileBytes) -> None:
         self._file = file

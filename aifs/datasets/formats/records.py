@@ -1,5 +1,5 @@
-"""Records of a fixed size, which only the user knows (``record_bytes``): each is ``bytes``
-(Arrow: one column ``record``)."""
+"""Records of a fixed size given by the user (``record_bytes``): each is ``bytes`` (Arrow: one
+column ``record``)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,12 +1,10 @@
-"""Tar archives as WebDataset has them: a row is the members of one stem, which follow one another:
-``{"__key__": stem, extension: bytes, ...}``.
+"""Tar archives as of WebDataset: a row is the successive members of one stem, ``{"__key__": stem,
+extension: bytes, ...}``.
 
-ustar, pax and GNU's long names; only headers are read for the index. Directories, links, devices,
-members without an extension and WebDataset's own notes (``__name__``) belong to no row.
-
-With the option ``decode=True`` json is decoded, txt and text are ``str``, cls and id are ``int``;
-images and all else stay bytes. Arrow batches have two columns: ``__key__``, and ``members``, a map
-from extensions to bytes.
+ustar, pax and GNU's long names; the index reads headers. Directories, links, devices, members
+without extension and WebDataset's notes (``__name__``) belong to no row. ``decode=True``: json is
+decoded, txt and text are ``str``, cls and id ``int``; the rest stays bytes. Arrow batches have
+``__key__``, and ``members``, a map from extensions to bytes.
 """
 
 import json
@@ -68,8 +66,7 @@ class TarMember(NamedTuple):
 
 
 def stem_of(name: bytes) -> tuple[bytes, str] | None:
-    """The stem that the members of a row share, and the extension in lower case; None if the member
-    of this name belongs to no row."""
+    """A row's common stem, and the lower-case extension; None for a member of no row."""
     match = _STEM.fullmatch(name)
     if match is None or _NOTE.match(name):
         return None
@@ -107,12 +104,9 @@ def _rows(file: FileBytes) -> Iterator[tuple[int, int]]:
 def members(
     window: SmallReads, size: int, start: int = 0, stop: int | None = None
 ) -> Iterator[TarMember]:
-    """Regular files of an archive of ``size`` bytes: from the header at ``start`` to the mark of
-    the end, or to ``stop``. The mark may be missing, as GNU tar, tarfile and WebDataset have it, so
-    an archive that was cut between two members cannot be told from a whole one.
-
-    Raises DatasetError where there is no header, or where a member does not lie within the archive.
-    """
+    """Regular files of an archive of ``size`` bytes, from the header at ``start`` to the end's
+    mark, or ``stop``. GNU tar, tarfile and WebDataset allow a missing mark: a cut between members
+    is unseen. Raises DatasetError without a header, or for a member beyond the archive."""
     at = start
     while at != stop:
         first, name, length = at, None, None

@@ -1,9 +1,8 @@
-"""Lines of text, plain or compressed: each line is a row, a ``str`` without the end of the line
-(Arrow: one column ``text``). ``jsonl`` reads its lines with this module.
+"""Lines of text, plain or compressed: each is a row, a ``str`` without the line's end (Arrow: one
+column ``text``); also for ``jsonl``.
 
-Rows are counted by reading all bytes once, at the speed of memchr: samples would guess, and an
-order that is computed needs to know. A compressed file is one block. A byte order mark at the
-beginning belongs to no row.
+Rows are counted by reading all bytes once, at memchr's speed: a computed order needs it exactly. A
+compressed file is one block. A byte order mark at the start belongs to no row.
 """
 
 import re
@@ -43,8 +42,7 @@ BLANK = b" \t\r\n"
 """Lines of these alone are blank."""
 
 _GZIP_READ = 64 << 10
-"""The rest of a piece is copied after each member: many small members in a large piece would take
-for ever."""
+"""A piece's rest is copied after each member: small members in large pieces would be slow."""
 
 _ZSTD_READ = 4 << 10
 """A block of 4 bytes may become 128 KiB."""
@@ -90,7 +88,7 @@ def rows_of(data: bytes, skip_blank: bool) -> int:
 
 
 def _thousands(data: bytes) -> Iterator[int]:
-    """Where each run of ``BLOCK_ROWS`` lines ends, and the last, shorter one."""
+    """Ends of runs of ``BLOCK_ROWS`` lines, the last shorter."""
     left = data.count(b"\n") + (not data.endswith(b"\n"))
     at = 0
     while left > BLOCK_ROWS:
@@ -131,11 +129,8 @@ def _count(chunks: Iterator[bytes], skip_blank: bool) -> int:
 
 
 def decompressed(file: FileBytes) -> Iterator[bytes]:
-    """The bytes of a gzip or zstd file, without a byte order mark, in pieces of some MiB at most.
-
-    Raises DatasetError if the file is damaged or torn, or has more than 1 GiB: it is one block, and
-    held in memory as a whole.
-    """
+    """A gzip or zstd file's bytes, without byte order mark, in pieces of some MiB at most. Raises
+    DatasetError if damaged, torn, or above 1 GiB: it is one block in memory."""
     total = 0
     head = b""  # until it can be told from a byte order mark
     unpacked = _gzip(file) if file.read(0, 2) == GZIP else _zstd(file)
@@ -187,10 +182,9 @@ def _members(
     unpack: Callable[[Any, bytes], tuple[bytes, bytes]],
     fault: type[Exception],
 ) -> Iterator[bytes]:
-    """The contents of the members (frames) of a file, one after the other.
-
-    ``begin`` makes the decompressor of a member; ``unpack`` gives it data, and returns their
-    content and the rest of them. Bytes of ``padding`` before a member are none of it."""
+    """The contents of a file's members (frames) in order. ``begin`` makes a decompressor;
+    ``unpack`` gives it data, and returns content and rest. ``padding`` before a member is
+    skipped."""
     at, data = 0, b""
     member: Any = None
     try:

@@ -1,2 +1,1 @@
-"""Virtual files: below ``DIR/.aifs-data``, found by name and never listed
-(docs/guide/datasets.md)."""
+"""Virtual files: below ``DIR/.aifs-data``, found by name, never listed (docs/guide/datasets.md)."""

@@ -1,8 +1,8 @@
 """The namespace of virtual files, and their handles.
 
-A file has a number for each content: what was opened stays what it was, or tells ESTALE, and the
-kernel may keep all pages. A name leads to what its directory holds now, so the kernel asks for it
-each time. Nothing is on record.
+A file has a number for each content: an open one stays as it was, or is ESTALE, and the kernel may
+keep all pages. A name leads to the directory's present contents, asked for each time. Nothing is on
+record.
 """
 
 import os
@@ -56,8 +56,7 @@ _LEAST_BYTES = 2048
 """That are kept of a file and of what it watches, however little it holds."""
 
 Maker = Callable[[int, SourceWatch, VirtualContent | None], Awaitable[VirtualContent]]
-"""Of a directory's number, and what the file held before, to what it holds now. All that is looked
-at is watched from before that on."""
+"""From a directory's number, and the file's old content, to the new. Sources are watched before."""
 
 
 class _VirtualFile:
@@ -101,8 +100,8 @@ class VirtualFiles:
     # --- names ---
 
     async def lookup(self, parent: int, name: bytes, caller: CallerLike) -> Inode:
-        """What a name leads to that is not on record. Raises NotFound; AccessDenied for who may not
-        read all that it is made of; and what the dataset is refused with."""
+        """A virtual name's inode. Raises NotFound; AccessDenied if ``caller`` may not read all
+        sources; and refusals of the dataset."""
         if parent < FIRST:
             directory = await self._engine.view(namespace.get_directory, parent)
             return _directory(FIRST | parent, directory)
@@ -121,7 +120,7 @@ class VirtualFiles:
         return file.inode
 
     def _maker(self, parent: int, name: bytes, asker: Asker) -> Maker:
-        """Of a name in a virtual directory. Raises NotFound, Invalid for what is no order."""
+        """Of a name in a virtual directory. Raises NotFound, Invalid for no order."""
         if parent < ORDERS and name == b"files.tar":
             return partial(trees.list_tree, self._engine, self._io)
         if parent < ORDERS and is_joined(name):
@@ -189,7 +188,7 @@ class VirtualFiles:
         return file
 
     def _forget(self) -> None:
-        """What has not been asked for lately is made anew when it is."""
+        """Forget what was not asked for lately; it is made anew on demand."""
         named = set(map(id, self._named.values()))
         for file in list(self._files.values()):
             if not file.opens and id(file) not in named:
@@ -202,8 +201,8 @@ class VirtualFiles:
             held -= before - self._memory.taken
 
     def _forget_one(self, keep: int = 0) -> bool:
-        """Of those that nobody has open, and that are not the ``keep`` last ones asked for, the
-        first one; False if there is none."""
+        """Forget the first unopened one that is not among the ``keep`` last; False if there is
+        none."""
         idle = [key for key, file in self._named.items() if not file.opens]
         if len(idle) <= keep:
             return False
@@ -230,8 +229,8 @@ class VirtualFiles:
     # --- open files ---
 
     async def open(self, ino: int, flags: int, caller: CallerLike) -> Opened:
-        """Raises ReadOnly; AccessDenied for who may not read all that it is made of; Stale for who
-        perhaps may not any more: it was found by its name before rights have changed (O_PATH)."""
+        """Raises ReadOnly; AccessDenied if ``caller`` may not read all sources; Stale if that may
+        have changed since the lookup (O_PATH)."""
         if flags & (os.O_ACCMODE | os.O_TRUNC):
             raise ReadOnly("virtual files cannot be written")
         file, asker = self._file(ino), asker_of(caller)
@@ -264,8 +263,8 @@ class VirtualFiles:
         self._forget()
 
     async def read(self, handle: int, offset: int, length: int) -> bytes | memoryview:
-        """Up to ``length`` bytes, fewer only at the end of the file. Raises Stale if a source has
-        changed, and what reading it raises."""
+        """Up to ``length`` bytes, fewer only at the end. Raises Stale if a source has changed, and
+        its errors."""
         file, _ = self._opened[handle]
         content = file.content
         length = min(length, content.bytes.size - offset)
@@ -321,8 +320,7 @@ class VirtualFiles:
 
 
 def _directory(ino: int, of: Inode) -> Inode:
-    """A virtual directory, with the owner and the times of the one that it belongs to. Permission
-    to read is decided file by file."""
+    """A virtual directory, with owner and times of its real one. Reading is decided by file."""
     mode = stat.S_IFDIR | 0o555
     times = of.atime_ns, of.mtime_ns, of.ctime_ns
     return Inode(ino, mode, of.uid, of.gid, 2, 0, 0, 0, *times, of.ino)

@@ -1,8 +1,8 @@
-"""``order/seed=7,epoch=0,rank=0-of-8.tar``: the order of an epoch as a file (aifs/datasets/
-order.py), of the dataset that lies in a directory.
+"""``order/seed=7,epoch=0,rank=0-of-8.tar``: an epoch's order as a file (aifs/datasets/order.py), of
+a directory's dataset.
 
-Where its blocks lie is said by the index that ``aifs dataset index`` keeps there; headers and
-footers are read, and no rows. A directory of small files, and fixed-size records, need no index.
+The index of ``aifs dataset index`` says where blocks lie; headers and footers are read, no rows.
+Directories of small files, and fixed-size records, need no index.
 """
 
 import os
@@ -68,9 +68,9 @@ class OrderFiles:
         watch: SourceWatch,
         known: VirtualContent | None,
     ) -> VirtualContent:
-        """What the order file ``name`` of the directory ``top`` holds; what ``known`` does if that
-        is still it. Raises NotFound; AccessDenied for who may not read all of it, and is told
-        nothing; Invalid for a dataset that has no such file; and what ``walk`` raises."""
+        """The content of the order file ``name`` of directory ``top``; ``known`` if unchanged.
+        Raises NotFound; AccessDenied, without details, for unreadable sources; Invalid without such
+        a file; errors of ``walk``."""
         directory = await self._engine.view(namespace.get_directory, top)
         found: dict[bytes, Found] = {}
 
@@ -197,7 +197,7 @@ def _of_records(found: Mapping[bytes, Found], record_bytes: int) -> Index:
 
 
 def _require_same(index: Index, format: str, found: Mapping[bytes, Found]) -> None:
-    """Raises DatasetError if the index is not that of these files."""
+    """Raises DatasetError for an index of other files."""
     if index.format != format:
         raise DatasetError(f"the dataset's index is of format {index.format}, not {format}")
     for number, path in enumerate(index.paths):
@@ -211,9 +211,8 @@ def _require_same(index: Index, format: str, found: Mapping[bytes, Found]) -> No
 
 
 def _of_small_files(name: OrderName, found: Mapping[bytes, Found]) -> _Made:
-    """An archive of a directory's files. Those of one stem are one row. They are in the order in
-    which they were made, as containers mostly hold them: where they lie changes, and all ranks must
-    have one order."""
+    """An archive of a directory's files, a row a stem, in the order in which they were made, as
+    containers mostly hold them: places change, and all ranks need one order."""
     rows: dict[bytes, list[Found]] = {}
     for each in sorted(found.values(), key=_made_as):
         stem = tar.stem_of(each.path)

@@ -51,8 +51,7 @@ def right_to(inode: Inode) -> ReadRight:
 
 
 def require_all(rights: Collection[ReadRight], asker: Asker) -> None:
-    """Raises AccessDenied unless ``asker`` may read all of these, and search what are
-    directories."""
+    """Raises AccessDenied unless ``asker`` may read these, and search the directories."""
     if asker.uid == 0:
         return
     for right in rights:
@@ -83,8 +82,8 @@ Counted = Callable[[int], Awaitable[None]]
 """Called with how many names have been found; waits for memory for them."""
 
 _ALL, _OF_USER, _IDLE = 3 / 8, 1 / 4, 1 / 8
-"""Parts of the budget: what all may have, what a user may keep open, and what is remembered of
-those that nobody has open. A tree of a million short paths fits in a user's."""
+"""Parts of the budget: of all, a user's open ones, and unopened ones remembered. A tree of a
+million short paths fits in a user's."""
 
 _OF_USER_AT_ONCE, _AT_ONCE = 2, 4
 """Virtual files that are made at a time for a user, and for all; others wait."""
@@ -93,8 +92,7 @@ _NAME_BYTES = 1 << 10
 """Of memory, for each name that one is made of, while it is made."""
 
 _NAMES = 1 << 10
-"""Names for which there is memory from the beginning on; with more it becomes four times as much,
-again and again."""
+"""Names with memory from the beginning; it grows by four."""
 
 
 class VirtualMemory:
@@ -145,8 +143,8 @@ class VirtualMemory:
         self._budget.release(size)
 
     def open(self, uid: int, ino: int, size: int) -> None:
-        """A user opens a file of so many bytes. Raises OutOfMemory if the user has too much
-        open; root never has."""
+        """A user opens a file of so many bytes. Raises OutOfMemory for too much, except for
+        root."""
         most = int(self._budget.total * _OF_USER)
         if not self._open[uid, ino]:
             if uid and self._of_user[uid] + size > most:
@@ -196,7 +194,6 @@ class VirtualMemory:
                 self._turns.pop(uid, None)
 
     def _give_back(self, size: int) -> None:
-        """Somebody waits for memory."""
         end = self.taken - size
         while self._budget.short and self.taken > end and self._forget():
             pass

@@ -1,6 +1,5 @@
-"""``files.tar``: all that lies below a directory as one archive, in the order in which containers
-hold it. So reading it reads each container once, from its beginning on.
-"""
+"""``files.tar``: a directory's tree as an archive, in the order of containers: each is read
+once."""
 
 import re
 import stat
@@ -31,8 +30,8 @@ _HASHES = (1 << 64) - 1
 async def list_tree(
     engine: Engine, io: FileIO, top: int, watch: SourceWatch, known: VirtualContent | None
 ) -> VirtualContent:
-    """What ``files.tar`` of the directory ``top`` holds; what ``known`` does if that is still it.
-    Raises NotFound, and what ``walk`` raises."""
+    """The content of ``files.tar`` of directory ``top``; ``known`` if unchanged. Raises NotFound,
+    and errors of ``walk``."""
     directory = await engine.view(namespace.get_directory, top)
     found_in_order = Archive()
     containers, offsets = array("d"), array("Q")  # places of its members
@@ -67,7 +66,7 @@ def source_of(archive: Archive, number: int) -> Source:
 
 
 def _by_place(archive: Archive, containers: Sequence[float], offsets: Sequence[int]) -> Archive:
-    """In columns all along: as objects a million members are hundreds of megabytes."""
+    """In columns: as objects a million members are hundreds of megabytes."""
     order = sorted(range(len(archive)), key=offsets.__getitem__)
     order.sort(key=containers.__getitem__)
     sorted_ = Archive()
@@ -109,9 +108,9 @@ async def join_files(
     watch: SourceWatch,
     known: VirtualContent | None,
 ) -> VirtualContent:
-    """What the file ``name`` of the directory ``top`` holds; what ``known`` does if that is still
-    it. Raises NotFound; AccessDenied for who may not read all of it, and is told nothing; Invalid
-    if the catalogue is another one; and what ``walk`` raises."""
+    """The content of file ``name`` of directory ``top``; ``known`` if unchanged. Raises NotFound;
+    AccessDenied, without details, for unreadable sources; Invalid for another catalogue; errors of
+    ``walk``."""
     directory = await engine.view(namespace.get_directory, top)
     rows: list[_Row] = []
 
@@ -185,7 +184,7 @@ class _Joined:
 
 
 def _sort(rows: list[_Row]) -> int:
-    """By their place in the catalogue; the fingerprint of them all."""
+    """By place in the catalogue; returns their fingerprint."""
     rows.sort()
     return hash(tuple(rows))
 

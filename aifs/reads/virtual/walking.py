@@ -1,5 +1,4 @@
-"""What lies below a directory, as virtual files are made of it: each name with its inode as it is
-now, and where its bytes lie."""
+"""A directory's tree for virtual files: each name with its inode now, and where its bytes lie."""
 
 import math
 import stat
@@ -23,17 +22,13 @@ from aifs.reads.virtual.sources import Counted, ReadRight, right_to
 _ENTRY, _INODE = b"e"[0], b"i"[0]
 
 MEMBERS_MAX = 1 << 20
-"""Names that one virtual file is made of: some 60 bytes and the path are kept of each, and up to a
-KiB while it is made."""
+"""Names of one virtual file: some 60 bytes and the path each, up to a KiB while it is made."""
 
 TEXT_MAX = 256 << 20
-"""Bytes of their paths, and of targets of symlinks, altogether: a chain of directories with long
-names would cost much more than its members."""
+"""Bytes of all paths, and symlinks' targets: long directory chains cost more than members."""
 
 RIGHTS_MAX = 4096
-"""Different ones (owner, mode, ACL) of what one is made of: a caller that opens it is checked
-against each.
-"""
+"""Different rights (owner, mode, ACL) of its sources, all checked at an open."""
 
 _SLICE = 64
 """Entries that are looked at before others get a turn: less than a millisecond."""
@@ -108,14 +103,13 @@ class Watches:
             self._tell(watch, changed)
 
     def _tell(self, watch: SourceWatch, directories: Iterable[int]) -> None:
-        """What has several names, 0, may have one in any directory."""
+        """An inode with several names, 0, may be in any directory."""
         if any(ino in watch.directories or not ino for ino in directories):
             watch.changed = True
 
 
 Place = tuple[float, int]
-"""Where the bytes of a file lie: container and offset; what lies in none comes last, in the order
-in which it was made."""
+"""A file's container and offset; without, last, in the order of making."""
 
 _FIRST: Place = (-1.0, 0)
 
@@ -143,11 +137,9 @@ async def walk(
     visit: Callable[[Found], bool],
     with_places: bool = False,
 ) -> set[ReadRight]:
-    """Show all that lies below ``top`` to ``visit``, which says whether it belongs to the virtual
-    file; what is in a directory that does not is not looked at. ``with_places``: where files lie in
-    containers is looked up, too; else all are shown as if they lay in none. Returns the permissions
-    on the source files that a reader of the virtual file must have. Raises Invalid for too many
-    names, too long paths, too many different rights."""
+    """Show all below ``top`` to ``visit``, which says whether it belongs; directories that do not
+    are skipped. ``with_places``: look up places in containers. Returns the permissions on source
+    files that readers need. Raises Invalid for too many names, long paths, different rights."""
     rights: set[ReadRight] = set()
     count = text = 0
     waiting = [(top, b"")]
@@ -198,8 +190,7 @@ def _read_slice(tx: ReadTransaction, ino: int, cookie: int, with_places: bool) -
 
 
 def _place_without(inode: Inode) -> Place:
-    """Of what lies in no container. What lies in directories follows these; they are by name among
-    themselves."""
+    """Outside of containers; directories' contents follow, by name."""
     return _FIRST if inode.is_dir else (math.inf, inode.ino)
 
 
@@ -243,7 +234,7 @@ async def tell(engine: Engine, io: FileIO, directory: int, cookie: int) -> bytes
 
 
 def _read(tx: ReadTransaction, directory: int, cookie: int) -> tuple[int, list[_Placed]]:
-    """The files among some entries, and the cookie to go on with; 0: there are no more."""
+    """The files among some entries, and the next cookie; 0: the end."""
     entries = list(list_directory(tx, directory, cookie, _SLICE))
     inodes = [inode for _, inode, _ in entries if inode.is_file]
     places = first_places(tx, inodes)
@@ -252,8 +243,8 @@ def _read(tx: ReadTransaction, directory: int, cookie: int) -> tuple[int, list[_
 
 
 def first_places(tx: ReadTransaction, inodes: Sequence[Inode]) -> dict[int, tuple[int, int]]:
-    """By inode number, in which container, and where there, the first chunk lies of each of these
-    files that has one. A file whose list is damaged has no place: its readers get the error."""
+    """Container and offset of each file's first chunk, by inode. Files with damaged lists have
+    none: their readers get the error."""
     stored = [inode for inode in inodes if inode.chunks is not None]
     lists = tx.get_many([keys.chunk_list(inode.oid, 0) for inode in stored])
     places = {}
