@@ -68,8 +68,8 @@ class _Row:
     rate: float
     """The median of the rounds."""
     limited_by: str
-    """'this process' or 'the daemon', whose processor was busy; or what was waited for, 'the
-    storage', 'AIFS', or either of them; '': unknown."""
+    """'this process' or 'the daemon', whose processor was busy; or what was waited for: 'the
+    storage', 'AIFS', or either; '': unknown."""
     plain: float | None
     """The rate in the plain directory; None: there is none."""
     ratio: float | None
@@ -139,8 +139,8 @@ class _Place:
             yield _Timed(amount / taken_s, limit if taken_s > _TELLING_S else "")
 
     def _daemon_s(self) -> float:
-        """Seconds of processors that the mount's daemon has used; 0 elsewhere, and where that is
-        not shown to the caller."""
+        """Seconds of processors that the mount's daemon has used; 0 elsewhere, and if not
+        visible."""
         try:
             with open(f"/proc/{self._daemon}/stat") as file:
                 fields = file.read().rpartition(")")[2].split()

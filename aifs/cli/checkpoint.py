@@ -1,6 +1,4 @@
-"""``aifs checkpoint``: the checkpoints of a directory, whether they are whole and which are kept;
-and a directory's final name, whole and durable, with a manifest.
-"""
+"""``aifs checkpoint``: the checkpoints of a directory, which are kept, and publishing one."""
 
 import os
 from collections.abc import Sequence
@@ -109,7 +107,6 @@ def plan_command(
 
 
 def _place(path: str) -> str:
-    """Where reads of a file find its bytes now."""
     info = attributes.get_json(path, attributes.INFO)
     if not info:
         return OUTSIDE
@@ -121,7 +118,6 @@ def _place(path: str) -> str:
 
 
 def _by_place(ranges: Sequence["FileRange"], places: dict[str, str]) -> dict[str, int]:
-    """Bytes in each place."""
     found = dict.fromkeys(_columns(places), 0)
     for path, begin, end in ranges:
         found[places[path]] += end - begin
@@ -322,7 +318,7 @@ def verify_command(paths: tuple[str, ...], all_below: bool) -> Report:
 
 
 def _verify(path: Path) -> tuple[dict[str, Any], str]:
-    """For JSON, and in words; the problems are printed."""
+    """For JSON, and in words; problems are printed."""
     from aifs.client import verify
     from aifs.client.checkpoints.manifest import read
 

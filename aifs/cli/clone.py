@@ -1,6 +1,5 @@
-"""``aifs clone`` and ``aifs snapshot``: make a file or a tree a second time, without copying its
-bytes; keep the contents of a directory read-only in its ``.snapshots``.
-"""
+"""``aifs clone`` and ``aifs snapshot``: files or trees a second time without copying bytes, and
+read-only contents in ``.snapshots``."""
 
 import os
 from contextlib import suppress
@@ -129,8 +128,8 @@ def _snapshots(directory: str) -> list[dict[str, Any]]:
 
 
 def _is_snapshot(path: str) -> bool:
-    """Whether a directory is a snapshot: in .snapshots anybody who may write there can make other
-    ones. Raises PermissionError unless the caller may read it."""
+    """Whether a directory is a snapshot; others can be made in .snapshots. Raises PermissionError
+    unless the caller may read it."""
     return bool(door.read(path, "info", follow=False).get("snapshot"))
 
 

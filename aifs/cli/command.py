@@ -1,8 +1,8 @@
-"""The factory of commands: types of arguments, the options that many have, and reports, once.
+"""The factory of commands: types of arguments, common options, and reports.
 
-A command returns a ``Report``: the value that ``--json`` prints, and what people see instead. Its
-tables are declared by columns. ``--json`` belongs to all commands that print something of their
-own, and ``--bytes`` to those that print sizes.
+A command returns a ``Report``: the value for ``--json``, and what people see, in tables declared by
+columns. ``--json`` belongs to all commands that print something of their own, ``--bytes`` to those
+that print sizes.
 """
 
 import functools
@@ -109,8 +109,8 @@ class Command(click.Command):
         epilog: str = "",
         **attributes: Any,
     ) -> None:
-        """``examples``: one in each line. ``sizes``: it prints some. ``prints``: it prints anything
-        of its own. A command with a ``--json`` of its own prints by itself."""
+        """``examples``: one a line. ``sizes``: it prints some. ``prints``: it prints something of
+        its own. A command with its own ``--json`` prints by itself."""
         lines = "".join(f"\n  {line}" for line in examples.strip().splitlines())
         many = "s" * ("\n  aifs" in lines[1:])
         parts = [epilog.strip("\n"), f"\b\nExample{many}:{lines}" if lines else ""]
@@ -165,9 +165,8 @@ def group(name: str, **attributes: Any) -> Callable[[Callable[..., Any]], Comman
 
 
 class _PathType(click.ParamType):
-    """A path that is not empty: an empty one, from a shell variable that is not set, would mean the
-    current directory. It does not lie in a mount whose daemon is stuck: commands would wait for it,
-    unkillably."""
+    """A path that is not empty (as from an unset variable: it would mean the current directory),
+    and not in a mount with a stuck daemon, for which commands would wait, unkillably."""
 
     name = "path"
 

@@ -48,7 +48,7 @@ def show_command(place: str, options: tuple[str, ...]) -> Report:
 
 
 def _keys_of(place: str, options: tuple[str, ...]) -> dict[str, dict[str, str]]:
-    """By key, the value and where it comes from: "from" of a mount, "origin" of a SOURCE."""
+    """By key, the value and its source: "from" of a mount, "origin" of a SOURCE."""
     from aifs.cli.server import recorded
     from aifs.core import config
     from aifs.fuse.options import parse
@@ -106,8 +106,7 @@ def set_command(mountpoint: str, key: str, value: str) -> Report:
 
 
 def read_in_force(mountpoint: str) -> dict[str, dict[str, str]]:
-    """By key, the "value" that the mount has in force, its "from" and "can_change". Raises
-    MountError."""
+    """By key, the mount's "value", its "from" and "can_change". Raises MountError."""
     try:
         return door.read(mountpoint, "config")
     except PermissionError:

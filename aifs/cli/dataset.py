@@ -156,7 +156,7 @@ def _opened(path: str, options: dict[str, Any]) -> "tuple[Dataset, float]":
 
 
 def _check_order(dataset: "Dataset") -> None:
-    """An epoch reads each row of each block once. Raises DatasetError."""
+    """Check that an epoch reads each row once. Raises DatasetError."""
     from aifs.datasets.arrays import ArrayArithmetic
     from aifs.datasets.sequence import Epoch, EpochOrder
 
@@ -224,8 +224,8 @@ _READ, _THERE, _AT = "#0072B2", "#E69F00", "#D55E00"
 
 
 def _plot(dataset: "Dataset", seed: int | None, path: str) -> None:
-    """A point for each piece of a block, in the order of ``seed``; None: in that of the epoch that
-    is read now and has got furthest, if the mount tells of any, else of seed 0. Raises OSError."""
+    """A point for each piece of a block, in the order of ``seed``; None: of the most advanced epoch
+    now read, else of seed 0. Raises OSError."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -262,7 +262,7 @@ def _plot(dataset: "Dataset", seed: int | None, path: str) -> None:
 
 
 def _followed(dataset: "Dataset", seed: int | None) -> dict[str, Any] | None:
-    """The state of the epoch of this seed that is read on the mount; None: there is none."""
+    """The state of the epoch of this seed that is read on the mount, or None."""
     try:
         told = door.read(dataset.path, "order")["epochs"]
     except OSError:  # there is no epoch, or no mount

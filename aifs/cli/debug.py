@@ -1,6 +1,4 @@
-"""``aifs why`` and ``aifs debug``: the causes of waiting, and all that somebody needs to find out
-what is wrong with a mount, in one file.
-"""
+"""``aifs why`` and ``aifs debug``: the causes of waiting, and a mount's state in one file."""
 
 import importlib.metadata
 import io
@@ -134,8 +132,7 @@ def _of_process(pid: int, mountpoint: str | None) -> dict[str, Any]:
 
 
 def _waiting_threads(pid: int) -> list[dict[str, Any]]:
-    """The threads that wait for a disk or for FUSE, and the kernel's functions, where they are
-    seen."""
+    """The threads that wait for a disk or for FUSE, and the visible functions of the kernel."""
     found = []
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -264,7 +261,7 @@ def debug_command(mountpoint: str, output: str | None) -> Report:
 
 
 def _mounter(path: str) -> int:
-    """The user who has mounted: FUSE says so in the options of the mount."""
+    """The user who has mounted, by FUSE's mount options."""
     for line in _read("/proc/self/mountinfo").splitlines():
         if f" {path} " in line and "user_id=" in line:
             return int(line.partition("user_id=")[2].partition(",")[0])
@@ -319,7 +316,7 @@ def _doctor(mountpoint: str) -> str:
 
 
 def _threads(pid: int | None) -> str:
-    """Where each thread of the daemon waits in the kernel, as far as it may be seen."""
+    """Where each thread of the daemon waits in the kernel, if visible."""
     lines = []
     for task in sorted(glob(f"/proc/{pid}/task/*")):
         for name in ("comm", "wchan", "stack"):
@@ -333,7 +330,7 @@ def _threads(pid: int | None) -> str:
 
 
 def _log(mountpoint: str, source: str, pid: int | None) -> str:
-    """The end of the log, with the stacks that the daemon is asked for, if it answers."""
+    """The end of the log, with the stacks that the daemon writes, if it answers."""
     from aifs.core import config
 
     try:

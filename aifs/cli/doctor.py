@@ -71,8 +71,8 @@ def checks_of(place: str | None) -> list[dict[str, Any]]:
 
 
 def _fault_of_store(loaded: "Config") -> str:
-    """Why there is no store, or the caller cannot see it; '' if it is there. Of a cluster its
-    database says so (``cluster_checks``)."""
+    """Why there is no store, or the caller cannot see it; or ''. For a cluster see
+    ``cluster_checks``."""
     from aifs.data.marker import read_marker
     from aifs.store.store import require_metadata
 
@@ -86,8 +86,7 @@ def _fault_of_store(loaded: "Config") -> str:
 
 
 def missing_checks(bridge: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of ``bridge`` in the status of a mount: the parts that it does without, why, and what to
-    change."""
+    """From ``bridge`` in a mount's status: missing parts, why, and what to change."""
     return [
         {
             "name": each["what"],
@@ -101,9 +100,8 @@ def missing_checks(bridge: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def burst_checks(burst: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of ``burst`` in the status of a mount: whether each device takes new files, and whether they
-    have to wait.
-    """
+    """From ``burst`` in a mount's status: whether each device takes new files, and whether they
+    wait."""
     checks = []
     for device in burst["devices"]:
         refuses = refusal_of(device)

@@ -1,7 +1,5 @@
 """The door to a mount: where it is, whether its daemon answers, its attributes, the files below.
-
-Commands ask about each path that they are given, so little is imported here.
-"""
+Imports little, because commands ask about each given path."""
 
 import errno
 import json
@@ -26,14 +24,11 @@ if TYPE_CHECKING:
 PREFIX = "user.aifs."
 
 WAITS_S = (1.0, 7.0, 22.0)
-"""After each of these an owner file is looked at: in 8 s a daemon has noticed that its database is
-away. One that answers is not, so what it takes to read the file is not needed then.
-"""
+"""After each of these an owner file is looked at: in 8 s a daemon has noticed a missing database.
+An answering daemon needs no look."""
 
 ANSWER_S = sum(WAITS_S)
-"""How long a daemon may take to answer what it always can. One that works hard takes some
-milliseconds.
-"""
+"""Limit for answers that a daemon always has; a busy one takes some milliseconds."""
 
 
 class Stuck(MountError):
@@ -41,8 +36,8 @@ class Stuck(MountError):
 
 
 class AwaitsDatabase(MountError):
-    """The daemon of a mount lives, and answers nobody before its database does. ``owner``: its
-    owner file."""
+    """The daemon of a mount waits for its database, and answers nobody. ``owner``: its owner
+    file."""
 
     def __init__(self, path: str, owner: "Owner") -> None:
         super().__init__(f"{path}: {owner.doing}")
@@ -50,9 +45,8 @@ class AwaitsDatabase(MountError):
 
 
 def _require_database(path: str) -> None:
-    """Raises AwaitsDatabase if the daemon of the mount there says so in its owner file, which can
-    be read without asking the mount.
-    """
+    """Raises AwaitsDatabase if the owner file of the mount's daemon, read without the mount, says
+    so."""
     try:
         from aifs.core import config
         from aifs.store.owner import find_holder, read_owner
@@ -68,12 +62,9 @@ def _require_database(path: str) -> None:
 
 
 def is_dead(path: str) -> bool:
-    """Whether the daemon of the mount at ``path`` was killed without unmounting. Raises Stuck after
-    ANSWER_S, AwaitsDatabase.
-
-    Asked by an extended attribute that nothing has: a stat may be answered from the kernel's cache,
-    and a statvfs wait for a data server.
-    """
+    """Whether the daemon of the mount at ``path`` was killed. Raises Stuck after ANSWER_S,
+    AwaitsDatabase. Asks for an unknown attribute: the kernel's cache may answer a stat, and a
+    statvfs wait for a data server."""
     for limit_s in WAITS_S:
         try:
             within(limit_s, os.getxattr, path, "user.aifs")
@@ -95,9 +86,8 @@ def require_answer(path: str) -> None:
 
 
 def daemon_of(mount: Mount) -> int | None:
-    """The pid of the daemon that serves the mount, also if it does not answer; None if nobody does,
-    or that cannot be seen.
-    """
+    """The pid of the mount's daemon, answering or not; None if there is none, or it is not
+    visible."""
     from aifs.core import config
     from aifs.store.owner import find_holder
 
@@ -162,9 +152,7 @@ def mount_of(path: str) -> str:
 
 
 def require_inside(path: str, follow: bool = True) -> os.stat_result:
-    """The status of ``path``, or of the symlink itself. Raises MountError if it does not lie in an
-    AIFS, OSError.
-    """
+    """The status of ``path``, or of the symlink. Raises MountError outside of an AIFS, OSError."""
     found = os.stat(path, follow_symlinks=follow)
     if FSTYPE not in {mount.fstype for mount in all_mounts() if mount.device == found.st_dev}:
         raise MountError(f"{path}: does not lie in an AIFS mount")
@@ -220,9 +208,8 @@ _INOS_AT_ONCE = 700
 
 
 def call_for(paths: Sequence[str], name: str) -> Iterator[dict[str, Any]]:
-    """The answers to calls of the hint *name* for regular files and directories, many at a time.
-    Raises MountError, OSError with the reason of the mount.
-    """
+    """Answers of the hint *name* for files and directories, many at a time. Raises MountError,
+    OSError with the mount's reason."""
     inos = dict[int, tuple[str, list[int]]]()  # by device, and one of the paths
     for path, found in zip(paths, require_files(paths), strict=True):
         inos.setdefault(found.device, (path, []))[1].append(found.ino)
@@ -263,8 +250,7 @@ def require_files(paths: Sequence[str]) -> list[FileId]:
 
 
 def _siblings(paths: Iterable[str]) -> dict[str, FileId]:
-    """Those of many in one directory that its list says to be regular files: a stat of each takes
-    longer."""
+    """Those of many in one directory that it lists as regular files, faster than by stat."""
     found = dict[str, FileId]()
     for parent, number in Counter(map(os.path.dirname, paths)).items():
         if number >= _LISTED_FROM:
@@ -277,12 +263,8 @@ def _siblings(paths: Iterable[str]) -> dict[str, FileId]:
 
 
 def walk(path: str, directories: bool = False) -> Iterator[str]:
-    """``path`` if it is a regular file, else those below it, in the order of the directory; on
-    request the directories, too.
-
-    Symlinks and other mounts below are left alone. Files that are removed meanwhile are passed
-    over. Raises OSError.
-    """
+    """``path`` if it is a regular file, else those below, in the directory's order; maybe
+    directories. Symlinks, other mounts and vanishing files are left out. Raises OSError."""
     if not os.path.isdir(path):
         yield path
         return

@@ -1,6 +1,5 @@
-"""``aifs fsck`` and ``aifs scrub``: check a store that is not mounted, and mend it; verify all
-bytes on the data servers, and repair them where other objects allow it.
-"""
+"""``aifs fsck`` and ``aifs scrub``: check and mend an unmounted store; verify and repair all bytes
+on the data servers."""
 
 import json
 import time

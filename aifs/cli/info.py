@@ -1,6 +1,5 @@
-"""``aifs info``, ``aifs layout`` and ``aifs group``: where the bytes of files lie, how new ones are
-laid out on the data servers, and files that are written together.
-"""
+"""``aifs info``, ``aifs layout`` and ``aifs group``: where bytes lie, the layout of new files, and
+files written together."""
 
 import os
 import stat

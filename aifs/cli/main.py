@@ -1,9 +1,5 @@
-"""The command ``aifs``: finds the commands, and turns errors into one line and a documented exit
-code.
-
-A command is imported when it is asked for, and imports the rest when it runs, so that small
-commands start fast.
-"""
+"""The command ``aifs``: finds commands, and turns errors into one line and a documented exit code.
+A command is imported on demand, and imports the rest when it runs, to start fast."""
 
 import importlib
 import io
@@ -109,13 +105,11 @@ _MODULES = {
 """The modules of commands that do not have one of their name."""
 
 _SILENT = {"env"}
-"""Commands that log nothing. Ranks wait for them when they start, and a fifth of what they import
-is logging."""
+"""Commands without a log: ranks wait for them, and logging is a fifth of their imports."""
 
 
 class _Commands(CommandGroup):
-    """All commands. Each is imported when it is asked for: a job starts in less time than all of
-    them take."""
+    """All commands, imported on demand: a job starts in less time than all take."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return NAMES
@@ -146,9 +140,7 @@ def cli() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; errors of the user or the system are one line on
-    stderr.
-    """
+    """Run one command and return its exit code; errors are one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None: it was closed when we were started
             # File names are bytes: they leave as they came.

@@ -1,6 +1,5 @@
-"""``aifs manual`` and ``aifs completion``: man pages, made from the help of all commands, and the
-scripts by which a shell completes them.
-"""
+"""``aifs manual`` and ``aifs completion``: man pages and shell completion, from the commands'
+help."""
 
 import os
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ def manual_command(context: click.Context, directory: str) -> Report:
 
 
 def _pages(command: click.Command, above: click.Context | None) -> Iterator[tuple[str, str]]:
-    """The name and text of the command's page, and of those of all commands below."""
+    """Name and text of the command's page, and of all below."""
     name = command.name if above else "aifs"
     context = click.Context(command, info_name=name, parent=above, **command.context_settings)
     yield context.command_path.replace(" ", "-"), _page(context)
@@ -87,7 +86,7 @@ def _paragraph(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """A line that begins with a point or an apostrophe would be a request, a hyphen a dash."""
+    """Escaped: a point or apostrophe at a line's start would be a request, a hyphen a dash."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-")
     return "\n".join(
         f"\\&{line}" if line[:1] in (".", "'") else line for line in escaped.split("\n")

@@ -1,6 +1,5 @@
-"""``aifs meta``: backups of a store's metadata, moves between a directory and a database, and the
-database of a small cluster.
-"""
+"""``aifs meta``: backups of a store's metadata, moves to and from a database, a small cluster's
+database."""
 
 import os
 import shlex
@@ -145,11 +144,8 @@ def restore_command(source: str, directory: str | None, at: int | None, force: b
 
 
 def _require_unmounted(store: str) -> None:
-    """A daemon that has lost its metadata directory goes on, on the same data servers, and nothing
-    shows it.
-
-    Raises MountError if one of this host serves the store with that uuid.
-    """
+    """Raises MountError if a daemon of this host serves the store: without its metadata directory
+    it would go on, on the same data servers, unnoticed."""
     for mount in all_mounts():
         if mount.fstype != FSTYPE:
             continue
@@ -166,9 +162,7 @@ def _require_unmounted(store: str) -> None:
 
 
 def _store_of(mountpoint: str) -> str:
-    """The uuid of the store that is mounted there; '' if its daemon is dead, or it has been
-    unmounted meanwhile.
-    """
+    """The uuid of the store mounted there; '' if its daemon is dead, or it was unmounted."""
     try:
         return read_status(mountpoint)["uuid"]
     except MountError:

@@ -1,6 +1,5 @@
-"""``aifs format`` and ``aifs mount``: make a store, and mount it. Also the protocol of mount(8)
-helpers (-sfnv, -o, -t after the paths), and the start of the daemon.
-"""
+"""``aifs format`` and ``aifs mount``: make a store, and mount it; mount(8)'s protocol for helpers
+(-sfnv, -o, -t after the paths), and the start of the daemon."""
 
 import fcntl
 import gc
@@ -163,8 +162,8 @@ def mount_command(
 def _go_on(
     loaded: "Config", mountpoint: str, options: "MountOptions", kept: str, foreground: bool
 ) -> None:
-    """Serve the mount of a daemon once that has died. ``kept``: descriptors of the mount, of what
-    is kept, and of a pipe that says when, from the keeper; "": see whether this version could."""
+    """Serve the mount of a dead daemon. ``kept``: the keeper's descriptors of the mount, of what is
+    kept, and of a pipe that says when; "": check that this version could."""
     log.setup(None if foreground else loaded.log.file, loaded.log.level)
     os.umask(0o022)
     try:
@@ -190,9 +189,8 @@ def _go_on(
 
 
 def _require_in_force(mountpoint: str, source: str, overrides: dict[str, str]) -> None:
-    """Raises MountError if a key has another value in the mount. mount(8) repeats those of fstab at
-    each remount.
-    """
+    """Raises MountError if the mount has another value of a key. mount(8) repeats fstab's keys at
+    each remount."""
     from aifs.cli.config import read_in_force
     from aifs.cli.door import require_aifs
     from aifs.core import config
@@ -214,12 +212,8 @@ def _require_in_force(mountpoint: str, source: str, overrides: dict[str, str]) -
 
 def _remount(mountpoint: str, options: "MountOptions") -> None:
     """Give the mount ``options``: the kernel refuses what ``ro`` forbids, the daemon keeps access
-    times.
-
-    The daemon's background work goes on under ``ro``. A mount whose daemon has opened the store
-    read-only cannot become writable. Raises MountError; then nothing has changed, or access times
-    alone.
-    """
+    times and goes on in the background. A store opened read-only stays so. Raises MountError; then
+    at most access times have changed."""
     from aifs.cli import door
     from aifs.cli.door import read_status, require_aifs
 
@@ -251,7 +245,7 @@ def _change_flags(path: str, flags: list[str]) -> None:
 
 
 def _name_missing_servers(mountpoint: str) -> None:
-    """Print the servers that the mount does without, which else only the log has."""
+    """Print the servers that the mount does without."""
     from aifs.cli import door
 
     for server in door.read(mountpoint, "status")["servers"]:
@@ -293,12 +287,8 @@ def _prepare(mountpoint: str) -> str:
 def run_in_background(
     work: Callable[[Callable[[], None]], None], log_file: str, log_level: str
 ) -> None:
-    """Run ``work(on_ready)`` in a daemon that logs to ``log_file``; returns when it has called
-    ``on_ready``.
-
-    Raises the UserError that ``work`` ended with before that. When interrupted, it stops the
-    daemon.
-    """
+    """Run ``work(on_ready)`` in a daemon that logs to ``log_file``; returns when it calls
+    ``on_ready``. Raises the UserError of ``work`` before that. An interruption stops the daemon."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -327,7 +317,7 @@ def run_in_background(
 def _detach(
     work: Callable[[Callable[[], None]], None], pipe: int, log_file: str, log_level: str
 ) -> None:
-    """In the first child: leave the session, fork again, run ``work`` there. Never returns."""
+    """In the first child: leave the session, fork again, run ``work``. Never returns."""
     code = 1
     try:
         os.setsid()
@@ -372,9 +362,7 @@ def _run_daemon(
 
 
 def _leave_terminal(pipe: int) -> int:
-    """Keep no file of the caller's but ``pipe``, nor its directory; returns a file that stderr goes
-    to.
-    """
+    """Keep only ``pipe`` of the caller's files, and no directory; returns a file for stderr."""
     os.chdir("/")
     os.umask(0o022)
     null = os.open(os.devnull, os.O_RDWR)

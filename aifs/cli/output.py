@@ -1,6 +1,4 @@
-"""How commands print: JSON for programs, tables for people, errors in one line. Sizes, times and
-durations are printed in one way each.
-"""
+"""How commands print: JSON, tables, errors in one line, and sizes, times and durations."""
 
 import difflib
 import errno
@@ -79,8 +77,7 @@ def print_facts(facts: Iterable[tuple[str, object]]) -> None:
 
 
 def fold(text: str, indent: int) -> list[str]:
-    """The lines that a text takes in the terminal behind so many columns; one where there is no
-    terminal, or hardly any room."""
+    """A text's lines in the terminal behind so many columns; one without a terminal, or room."""
     left = terminal_width() - indent
     return textwrap.wrap(text, left) or [""] if _LEAST <= left < len(text) else [text]
 
@@ -97,10 +94,9 @@ def terminal_width() -> int:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()
 ) -> None:
-    """One line per row; the columns named in ``right`` are aligned to the right. Nothing is cut
-    off: in a terminal that is too narrow, long cells are folded, and columns without any content
-    are left out; in one that is narrower still each cell has a line.
-    """
+    """One line a row; the columns ``right`` are aligned to the right. Nothing is cut: in a narrow
+    terminal long cells are folded, and empty columns left out; in a narrower one each cell has a
+    line."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -132,7 +128,7 @@ def _only(row: Sequence[str], shown: Sequence[int]) -> list[str]:
 def _column_widths(
     columns: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[str], width: int
 ) -> list[int] | None:
-    """The width of each column; None if not even folded cells fit."""
+    """Each column's width; None if not even folded cells fit."""
     from rich.cells import cell_len
 
     whole = [
@@ -164,9 +160,7 @@ def count(number: int, noun: str) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """The error in one line; an error of the system names its file first, as other commands
-    do.
-    """
+    """The error in one line, an error of the system with its file first."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         where = (
@@ -191,9 +185,8 @@ Show = Callable[[int, int], None]
 
 @contextmanager
 def progress(what: str, of: str = "bytes") -> Iterator[Show]:
-    """Show how far ``what`` is: ``with progress("draining") as show: show(done, total)``.
-
-    ``of``: bytes or files are counted."""
+    """Show how far ``what`` is: ``with progress("draining") as show: show(done, total)``, in bytes
+    or files (``of``)."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,8 +1,7 @@
-"""``aifs server`` and ``aifs host``: the data servers and burst directories of a store, which come
-and go while it is in use, and its hosts.
+"""``aifs server`` and ``aifs host``: a store's data servers and burst directories, and its hosts.
 
-A store is reached by the mount that has it, or by opening it for as long as the command runs. Both
-ways an order is an extended attribute of its root (vfs/server_hints.py).
+A store is reached by its mount, or opened for the command; orders are extended attributes of its
+root (vfs/server_hints.py).
 """
 
 import json
@@ -151,7 +150,7 @@ def add_command(burst: bool, domain: str, storage_class: str, place: str, direct
 
 
 def _find(state: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """The newest server of which all this is true. Raises StoreError."""
+    """The newest server with these fields. Raises StoreError."""
     found = [server for server in state["servers"] if fields.items() <= server.items()]
     if not found:
         raise StoreError(
@@ -211,9 +210,8 @@ def _which(burst: bool, server: int) -> dict[str, Any]:
 
 
 async def wait_for_order(door: Any, which: dict[str, Any], timeout_s: float | None) -> None:
-    """Until nothing is left on a server. Raises TimeoutReached; StoreError if what is left cannot
-    be moved.
-    """
+    """Wait until nothing is left on a server. Raises TimeoutReached; StoreError for what cannot be
+    moved."""
     import trio
 
     begin, total, pause_s = trio.current_time(), 0, _PAUSE_MIN_S
@@ -338,9 +336,8 @@ def rm_command(
 
 
 def _warn_if_named(source: str, paths: list[str]) -> None:
-    """A configuration file that names a directory which is no part of the store any more keeps it
-    from being mounted.
-    """
+    """Warn of a configuration file that names a directory which left the store: it could not be
+    mounted."""
     from aifs.core import config
 
     if config.is_directory_source(source):
@@ -521,11 +518,9 @@ class OpenDoor:
 
 @asynccontextmanager
 async def opened(place: str, adding: str = "") -> AsyncIterator[Door]:
-    """The door to ``place``, a mountpoint or a SOURCE, mounted or not.
-
-    ``adding``: a directory that the configuration may name already. A store that is not mounted is
-    opened as by a mount, also if servers are missing. Raises StoreError, StoreBusy, ConfigError.
-    """
+    """The door to ``place``, a mountpoint or a SOURCE. ``adding``: a directory that the
+    configuration may name. An unmounted store is opened as by a mount, even if servers are missing.
+    Raises StoreError, StoreBusy, ConfigError."""
     from aifs.vfs import open_filesystem
 
     mountpoint = aifs_at(place)
@@ -540,11 +535,7 @@ async def opened(place: str, adding: str = "") -> AsyncIterator[Door]:
 
 
 async def look(place: str) -> dict[str, Any]:
-    """The state of ``place``, a mountpoint or a SOURCE; a store that is not mounted is only looked
-    at.
-
-    Raises as ``opened``.
-    """
+    """The state of ``place``, a mountpoint or a SOURCE, without changes. Raises as ``opened``."""
     from aifs.store.store import open_store
     from aifs.upkeep.server_admin import describe_idle
 
@@ -564,8 +555,7 @@ async def look(place: str) -> dict[str, Any]:
 
 
 def recorded(config: "Config") -> "Config":
-    """The same with the servers that its store has by now; as it is if there is no store, or that
-    cannot be seen."""
+    """With the servers that its store has by now; unchanged without a visible store."""
     import trio
 
     if config.is_cluster or not os.path.isdir(config.meta.directory):

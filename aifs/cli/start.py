@@ -116,9 +116,8 @@ def run_command(
 
 
 def _run(command: tuple[str, ...], output: "MarkedOutput | None") -> int:
-    """The exit code of ``command``, which gets our signals, and writes to ``output``, or where we
-    do. Raises click's UsageError if it cannot be started.
-    """
+    """The exit code of ``command``, which gets our signals, and writes to ``output``, or our
+    output. Raises click's UsageError if it cannot start."""
     waited = {*_PASSED_ON, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     try:
@@ -498,7 +497,7 @@ def _shortened(who: str) -> str:
 
 
 def _step(took_s: float) -> float:
-    """1, 2 or 5 times a power of ten: so many seconds that there are ``_TICKS`` of them at most."""
+    """1, 2 or 5 times a power of ten seconds, for ``_TICKS`` at most."""
     power = 10.0 ** math.floor(math.log10(took_s / _TICKS))
     return next(
         step for step in (power, 2 * power, 5 * power, 10 * power) if took_s <= _TICKS * step

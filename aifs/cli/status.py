@@ -76,7 +76,7 @@ def status_command(mountpoint: str) -> Report:
 
 
 def _undrained_of_hosts(path: str) -> str:
-    """Which host has how much in its burst tier alone; the database is asked."""
+    """Which host has how much in its burst tier alone, by the database."""
     try:
         hosts = within(ANSWER_S, door.read, path, "hosts")["hosts"]
     except OSError as error:
@@ -173,9 +173,8 @@ def stats_command(mountpoint: str, interval_s: float, lines: int | None, as_json
 
 
 def between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
-    """The work of a mount between two times when it was asked (vfs/reports.py); None: since it was
-    mounted, as after another mount. Per second, where the name says so; in seconds and bytes.
-    """
+    """A mount's work between two statuses (vfs/reports.py); None: since it was mounted, as after
+    another mount. Per second, if the name says so; in seconds and bytes."""
     if before is None or before["pid"] != now["pid"]:
         before = {"uptime_s": 0.0, "requests": {}, "drain": {"drained_bytes": 0}}
     passed_s = max(now["uptime_s"] - before["uptime_s"], 1e-3)
@@ -219,7 +218,7 @@ def _buckets(status: dict[str, Any]) -> list[int]:
 
 
 def _fitting() -> list[_Rate]:
-    """The first columns, as many as the terminal has room for."""
+    """The first columns that fit into the terminal."""
     shown, left = list[_Rate](), terminal_width()
     for one in _RATES:
         left -= one.width + 1

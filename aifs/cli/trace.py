@@ -1,6 +1,4 @@
-"""``aifs trace``, ``aifs top`` and ``aifs profile``: the requests that a mount answers, one by one,
-in sums that are drawn again and again, and in sums of all.
-"""
+"""``aifs trace``, ``aifs top`` and ``aifs profile``: a mount's requests, singly and in sums."""
 
 import errno
 import json
@@ -102,8 +100,8 @@ def told(batches: Iterator[Batch]) -> Iterator[dict[str, Any]]:
 
 
 def follow(mountpoint: str, limit_s: float | None) -> Iterator[Batch]:
-    """The requests that a mount answers from now on (vfs/operation_log.py), for ``limit_s``; now
-    and then none. Raises MountError if the caller may not trace, OSError."""
+    """A mount's requests from now on (vfs/operation_log.py), for ``limit_s``; now and then none.
+    Raises MountError if the caller may not trace, OSError."""
     try:
         number = door.read(mountpoint, "trace")["next"]
     except PermissionError:
@@ -125,7 +123,7 @@ def _batches(mountpoint: str, number: int, limit_s: float | None) -> Iterator[Ba
 
 
 def _inside(mountpoint: str, prefix: str) -> str:
-    """``prefix`` from the mount's root on: it may be given from the system's root on, too."""
+    """``prefix`` from the mount's root on, given from there or the system's."""
     if prefix == mountpoint or prefix.startswith(f"{mountpoint}/"):
         prefix = prefix[len(mountpoint) :]
     return f"/{prefix.strip('/')}"
@@ -252,8 +250,7 @@ def top_command(
 def _intervals(
     batches: Iterator[Batch], interval_s: float, woken: Any = None
 ) -> Iterator[tuple[float, int, list[dict[str, Any]]]]:
-    """The requests of each interval: its seconds, how many were lost, and which came. A key ends
-    one early."""
+    """The requests of each interval: its seconds, lost ones, and those that came. A key ends it."""
     begun_s, lost, records = time.monotonic(), 0, list[dict[str, Any]]()
     for lost_now, more in batches:
         lost += lost_now
@@ -401,7 +398,6 @@ def _read(file_name: str) -> Iterator[dict[str, Any]]:
 
 
 def _names(group: str) -> tuple[str, ...]:
-    """The names of the members of a group."""
     return (group, "operation") if group == _CAUSE else (group,)
 
 

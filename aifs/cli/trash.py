@@ -1,6 +1,5 @@
-"""``aifs rm`` and ``aifs trash``: remove files, and whole trees at one stroke; have removed ones
-back, or be rid of them.
-"""
+"""``aifs rm`` and ``aifs trash``: remove files, and trees at one stroke; restore or erase removed
+ones."""
 
 import errno
 import os
@@ -80,9 +79,8 @@ def remove_path(path: str, recursive: bool, mounts: list[Mount]) -> None:
 
 
 def remove_tree(parent: str, name: str) -> None:
-    """By ioctl, which needs no right to change attributes of the parent; by extended attribute
-    where there is none.
-    """
+    """By ioctl, which needs no right to change the parent's attributes, else by extended
+    attribute."""
     try:
         fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -97,12 +95,9 @@ def remove_tree(parent: str, name: str) -> None:
 
 
 def _look_up_anew(path: str) -> None:
-    """Have the kernel ask for the name, whatever it has cached: it held the directory's lock for
-    setting the attribute.
-
-    By a link that cannot be made, across filesystems, of which the kernel finds out when it knows
-    about the name.
-    """
+    """Have the kernel look the name up in spite of its cache: it held the directory's lock for
+    setting the attribute. Makes an impossible link, across filesystems, refused only after the
+    lookup."""
     with suppress(OSError):
         os.link("/proc/self/exe", path, follow_symlinks=False)
 
@@ -201,7 +196,7 @@ def rm_trash_command(paths: tuple[str, ...], number: int) -> Report:
 
 
 def _restore(path: str, to: str | None, number: int) -> str:
-    """Where it is now."""
+    """Its new place."""
     place, rest = _existing(path)
     if not rest and not number:
         raise OSError(errno.EINVAL, "names a mount, not what was in it", path)
@@ -231,9 +226,8 @@ def _name_of(directory: str, ino: int) -> str:
 
 
 def _call(name: str, place: str, shown: str = "", /, **fields: Any) -> dict[str, Any]:
-    """The answer of a call on the directory *place*. Raises OSError about *shown*, with the reason
-    of the mount.
-    """
+    """The answer of a call on the directory *place*. Raises OSError about *shown*, with the mount's
+    reason."""
     from aifs.core import ioctl
 
     path = shown or place
@@ -255,8 +249,8 @@ def _call(name: str, place: str, shown: str = "", /, **fields: Any) -> dict[str,
 
 
 def _existing(path: str) -> tuple[str, str]:
-    """The deepest directory above a path that is there, and the rest of the path. Raises
-    MountError if it does not lie in an AIFS."""
+    """The deepest existing directory above a path, and the rest. Raises MountError outside of an
+    AIFS."""
     path = os.path.abspath(path)
     place, rest = os.path.split(path)
     if os.path.ismount(path):
@@ -269,7 +263,7 @@ def _existing(path: str) -> tuple[str, str]:
 
 
 def _entries(path: str) -> Iterator[dict[str, Any]]:
-    """The entries that were removed at a path, or below; ``path`` of each is its path here."""
+    """Entries removed at a path, or below; ``path`` is its path here."""
     place, rest = _existing(path)
     mount = mount_of(place)
     assert mount is not None
@@ -286,7 +280,7 @@ def _entries(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _tops(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that lay in no directory that was removed itself, with what lay in them."""
+    """Entries of no removed directory, with those in them."""
     by_path = {one["path"]: one for one in found if one["path"] and one["type"] == "directory"}
     tops = []
     for one in found:

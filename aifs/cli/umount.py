@@ -1,6 +1,4 @@
-"""``aifs umount``: unmount, and wait until everything is safe. Also the protocol of umount(8)
-helpers.
-"""
+"""``aifs umount``: unmount, and wait until everything is safe; umount(8)'s protocol for helpers."""
 
 import glob
 import os
@@ -145,11 +143,9 @@ def umount_command(
 def wait_for_daemon(
     mountpoint: str, daemon: int, status: dict[str, Any], is_taken: bool, until_s: float
 ) -> str:
-    """Until the daemon has ended, or has closed the store in order but cannot end: then why. Says
-    what it waits for.
-
-    Raises TimeoutReached; MountError if the store could not be closed in order.
-    """
+    """Wait for the daemon's end, or for a store closed in order by one that cannot end: then why.
+    Prints what it waits for. Raises TimeoutReached; MountError if the store was not closed in
+    order."""
     from aifs.store.owner import IN_ORDER
 
     pid, said, closed_s = status["pid"], "", 0.0
@@ -191,10 +187,8 @@ def find_undrained(mountpoint: str) -> Left:
 
 
 def _require_orderly_end(mountpoint: str, status: dict[str, Any]) -> None:
-    """Raises MountError if the daemon that gave ``status`` has not closed its store in order.
-
-    Then the store's owner file still names it. That file may be out of reach except for root.
-    """
+    """Raises MountError if the daemon that gave ``status`` has not closed its store in order: the
+    owner file, if readable, still names it."""
     from aifs.core import config
     from aifs.store.owner import IN_ORDER
 
@@ -208,9 +202,7 @@ def _require_orderly_end(mountpoint: str, status: dict[str, Any]) -> None:
 
 
 def _owner(status: dict[str, Any]) -> "Owner | None":
-    """The owner file that the daemon that gave ``status`` has written into its store, if it has not
-    closed that in order.
-    """
+    """The owner file that the daemon of ``status`` left in its store, unless closed in order."""
     from aifs.core import config
     from aifs.store.owner import read_owner
 
@@ -229,11 +221,9 @@ def _owner(status: dict[str, Any]) -> "Owner | None":
 
 
 def end(mount: Mount) -> None:
-    """Take a mount away and kill its daemon, whether or not it answers; callers that wait for it
-    get an error. A daemon that serves a bind mount, too, goes on.
-
-    Nothing acknowledged is lost. Raises MountError if the system cannot end the daemon.
-    """
+    """Take a mount away and kill its daemon; waiting callers get an error. A daemon with another
+    bind mount goes on. Nothing acknowledged is lost. Raises MountError if the daemon cannot be
+    ended."""
     if stays_mounted(mount):
         unmount(mount.mountpoint, lazy=True)
         return
@@ -259,13 +249,11 @@ def end(mount: Mount) -> None:
 def unmount(
     mountpoint: str, lazy: bool = False, limit_s: float | None = None, answers: bool = True
 ) -> bool:
-    """Take the mount away; ``lazy``: now, though its users may go on until they are done. Without
-    ``answers`` processes that are only seen to wait for one, such as a command that was given up,
-    go on, too. Raises MountError.
+    """Take the mount away; ``lazy``: now, while users may go on. Without ``answers`` processes that
+    wait for one go on, too. Raises MountError.
 
-    By umount(8) without helpers, which also forgets what ``register`` noted; by FUSE's own if not
-    root. False if the system is still busy with it after ``limit_s``: it first hands over what
-    programs have mapped and changed.
+    By umount(8) without helpers, which forgets ``register``; by FUSE's own if not root. False if
+    the system is still busy after ``limit_s``, with mapped changes.
     """
     if os.geteuid() == 0:
         command = ["umount", "--internal-only", "--no-canonicalize", *["--lazy"] * lazy]
@@ -289,11 +277,8 @@ def unmount(
 
 
 def register(source: str, mountpoint: str) -> None:
-    """Let umount(8) call the installed helper for this mount, which waits until all is safe.
-
-    umount(8) looks for umount.fuse.aifs only if its table has the mount; ``mount --fake`` puts it
-    there.
-    """
+    """Let umount(8) call the installed helper, which waits until all is safe: umount.fuse.aifs is
+    sought only for mounts in its table, where ``mount --fake`` puts them."""
     if os.geteuid() == 0 and os.path.exists(UMOUNT_HELPER):
         options = [
             "--fake",
@@ -310,7 +295,7 @@ def register(source: str, mountpoint: str) -> None:
 
 
 def _run(*command: str, limit_s: float | None = None) -> subprocess.CompletedProcess[str] | None:
-    """None, and the process is left alone, if it has not ended after ``limit_s``."""
+    """None, leaving the process alone, if it has not ended after ``limit_s``."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command,
@@ -328,7 +313,7 @@ def _run(*command: str, limit_s: float | None = None) -> subprocess.CompletedPro
 
 
 def _users_in_time(mountpoint: str) -> list[str]:
-    """What /proc says of a process may wait for a page that it waits for itself."""
+    """Reading /proc may wait for a page that the process waits for."""
     try:
         return within(ANSWER_S, _users_of, mountpoint)
     except TimeoutError:

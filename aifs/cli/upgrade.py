@@ -67,7 +67,7 @@ def _kept(path: str) -> dict:
 
 
 def _require_works(path: str, program: str) -> None:
-    """Raises MountError if it has no AIFS that can mount, or one that cannot read the store's
+    """Raises MountError unless it has an AIFS that can mount, and read the store's
     configuration."""
     source = door.read_status(path)["source"]
     check = [program, "-m", "aifs.cli.main", "mount", "--kept", "", source, path]

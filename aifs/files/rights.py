@@ -1,10 +1,9 @@
 """The rules of hints: which callers may read, change or call one (files/asks.py).
 
-The kernel checks extended attributes before it asks, by mode alone, and ioctls not at all. So each
-request is decided here, by the inode that it names. If a request also changes names, the
-transaction that changes them checks those (files/permissions.py); the row of the hint says so. If
-a user has asked the daemon to remove files later, it does so with the rights that this user has
-then (``askers.Asker``), never with its own.
+The kernel checks extended attributes by mode alone, and ioctls not at all. So each request is
+decided here, by its inode; names that it changes are checked in its transaction
+(files/permissions.py), as the hint's row says. If a user has asked for a later removal, the daemon
+acts with that user's rights then (``askers.Asker``), never with its own.
 """
 
 import os
@@ -83,9 +82,8 @@ def unchangeable(inode: Inode, caller: CallerLike) -> None:
 
 
 def without_paths(state: dict[str, Any], caller: CallerLike) -> dict[str, Any]:
-    """The status of a scrub or a rebuild for this caller: except for root, files are named by their
-    inodes alone.
-    """
+    """The status of a scrub or rebuild for this caller: only root sees paths, others inode
+    numbers."""
     for entry in state.get("failed", ()):
         without_reason(entry, caller)
     if caller.uid != 0:
@@ -97,8 +95,8 @@ def without_paths(state: dict[str, Any], caller: CallerLike) -> dict[str, Any]:
 
 
 def without_reason(part: dict[str, Any], caller: CallerLike) -> dict[str, Any]:
-    """The status of a part for this caller. Users do not see why it fails, because the words may
-    name a file on a server, which can be anybody's."""
+    """The status of a part for this caller. Users do not see why it fails: a file on a server may
+    be named."""
     for key in _REASONS & part.keys():
         if part[key] and not sees_all(caller):
             part[key] = "only root may see why"

@@ -28,18 +28,15 @@ _NEVER_NS = (1 << 64) - 1
 
 @dataclass(slots=True)
 class ServeOptions:
-    """``mountpoint``: '' without a kernel. ``atime``: one of ATIMES, the rule by which opening a
-    file for reading is an access; it may be changed at any time.
-    """
+    """``mountpoint``: '' without a kernel. ``atime``: one of ATIMES, which may change at any
+    time."""
 
     mountpoint: str = ""
     read_only: bool = False
     atime: str = "relatime"
 
     def access_due_ns(self, inode: Inode) -> int:
-        """From when on opening this file for reading is an access, and is not one again for a day;
-        0: each time is one.
-        """
+        """From when an open for reading is an access, once a day; 0: each time."""
         if self.atime == "strictatime":
             return 0
         if self.atime == "noatime":
@@ -95,9 +92,8 @@ class Heirlooms:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Leaves alone: none of them knows a part that is given this record. A part takes what it needs
-    in its constructor, and names the other parts that it uses.
-    """
+    """Leaves alone: none knows a part that gets this record. Parts take what they need in their
+    constructors, and name other parts."""
 
     config: Config
     engine: Engine

@@ -1,15 +1,13 @@
 """Many small files at once, none of which is brought into core.
 
-To open a small file costs the daemon several times what its bytes cost. Many files that nobody
-changes are read here: with one look at the records of all; one request for what lies side by side
-in a container; one call for each file that is an object, or a burst copy, of its own. What is not
-as simple as that is left to ``FileIO.read``: a file that is open, has a dirty mark, has been
-changed, is compressed, lies on several servers, or could not be read. So are objects where the
-store has several hosts, any of which may change them in place.
+Opening a small file costs the daemon several times what its bytes cost. Here many unchanged files
+are read: one look at all records; one request for neighbours in a container; one call for each
+object or burst copy. ``FileIO.read`` has the rest: files that are open, marked, changed,
+compressed, on several servers, or unreadable; and objects with several hosts, which may change them
+in place.
 
-Bytes of two versions are never mixed. Those in a record or in a container are not changed in place,
-so they are what the record said. Objects and copies may be changed, but under a dirty mark alone
-(I3): so their records are looked at once more when the bytes have been read.
+Versions are never mixed. Bytes in records and containers do not change in place. Objects and copies
+change under a dirty mark alone (I3): so their records are looked at again after reading.
 """
 
 from collections.abc import Sequence
@@ -100,8 +98,7 @@ class SettledReads:
         table: OpenTable,
         verify: bool,
     ) -> None:
-        """``verify``: all that comes from data servers has to be compared with its checksum, which
-        is not done here."""
+        """``verify``: bytes of data servers have to be checked, which is not done here."""
         self._engine = engine
         self._servers = servers
         self._tier = tier
@@ -110,8 +107,8 @@ class SettledReads:
         self._verify = verify
 
     async def read(self, parts: Sequence[SettledPart]) -> list[SettledPart]:
-        """Fill the targets of those that can be read in this way. The others are returned; their
-        targets hold anything. Cancellable."""
+        """Fill targets of readable parts; returns the others, whose targets hold anything.
+        Cancellable."""
         await self._servers.descriptors.find_room()
         try:
             stored = await self._engine.view(_look, [part.source.ino for part in parts])
@@ -151,7 +148,7 @@ class SettledReads:
         )
 
     def _plan(self, part: SettledPart, found: _Stored) -> _Span | _Call | None:
-        """What fills the part; None: nothing that is read here."""
+        """What fills the part, or None."""
         inode, copy = found.inode, found.inode.copy
         if copy is not None and copy.server not in self._servers.elsewhere:
             self._tier.touch(copy.id)
@@ -179,7 +176,6 @@ class SettledReads:
     # --- reading it ---
 
     async def _read_run(self, run: "_Run", others: list[SettledPart]) -> None:
-        """What lies side by side in a container."""
         try:
             data = await self._containers.view(run.container, run.start, run.end - run.start)
         except FsError:  # it has moved; or a reader of it alone gets the error
@@ -189,7 +185,6 @@ class SettledReads:
             span.part.target[:] = data[span.start - run.start : span.end - run.start]
 
     async def _read_files(self, calls: list[_Call], others: list[SettledPart]) -> None:
-        """What are files of their own."""
         near = [call for call in calls if call.server.may_inline]
         far = [call for call in calls if not call.server.may_inline]
         filled = [_fill(call) for call in near]
@@ -204,7 +199,7 @@ class SettledReads:
 
 
 def _look(tx: ReadTransaction, inos: Sequence[int]) -> list[_Stored | None]:
-    """Each file, None if it has a dirty mark or is gone. Raises Unavailable."""
+    """Each file, None if marked or gone. Raises Unavailable."""
     inodes = {
         place: (record, decode_inode(inos[place], record))
         for place, record in enumerate(_unmarked(tx, inos))
@@ -224,7 +219,7 @@ def _look(tx: ReadTransaction, inos: Sequence[int]) -> list[_Stored | None]:
 
 
 def _unmarked(tx: ReadTransaction, inos: Sequence[int]) -> list[bytes | None]:
-    """The record of each inode, None if it has a dirty mark."""
+    """Each inode's record, None if marked."""
     wanted = [keys.inode(ino) for ino in inos] + [keys.dirty(ino) for ino in inos]
     found = tx.get_many(wanted)
     marks = found[len(inos) :]
@@ -235,7 +230,7 @@ def _unmarked(tx: ReadTransaction, inos: Sequence[int]) -> list[bytes | None]:
 
 
 def _span_of(part: SettledPart, extents: Sequence[Extent]) -> _Span | None:
-    """Where the part lies, if it is in one chunk of the file's own, as it is."""
+    """The part's place, if in one chunk of the file's own, as it is."""
     extent = extents[0] if len(extents) == 1 else Extent(0)
     place = extent.place
     if place is None or extent.shared or place.codec != PLAIN or place.raw != part.source.size:
@@ -254,7 +249,7 @@ class _Run(NamedTuple):
 
 
 def _runs_of(spans: list[_Span]) -> list[_Run]:
-    """What lies side by side is read together, as far as the cache has it in one piece."""
+    """Neighbours are read together, as far as the cache has them in one piece."""
     runs: list[_Run] = []
     for span in sorted(spans, key=_place_of):
         last = runs[-1] if runs else None
@@ -276,7 +271,7 @@ def _place_of(span: _Span) -> tuple[int, int]:
 
 
 def _fill(call: _Call) -> bool:
-    """Whether all that is wanted was there. Blocks, but where ``may_inline`` says otherwise."""
+    """Whether all was there. Blocks, unless ``may_inline``."""
     target = call.part.target
     try:
         return call.server.read_object(call.key, target, call.offset) == len(target)

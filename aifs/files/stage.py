@@ -1,8 +1,7 @@
-"""Staging: the bytes of a file of the capacity tier are brought into the burst tier.
+"""Staging: bringing bytes of the capacity tier into the burst tier.
 
-For readers its blocks are filled. A file that is going to be changed, or is pinned, gets a copy. It
-stays what it is; the copy is a clean one that counts from one transaction on, and only if nothing
-has changed while its bytes were on their way.
+For readers blocks are filled. A file to be changed, or pinned, gets a clean copy, which counts from
+one transaction on, if nothing has changed meanwhile.
 """
 
 from collections.abc import Awaitable, Callable
@@ -39,8 +38,7 @@ _COPIED = faults.declare(
 
 WORKERS = 16
 _PIECE = 1 << 20
-"""Bytes that are read at a time, and are in blocks before more are: of all at once as many wait as
-may (BlockCache)."""
+"""Bytes read at a time, and in blocks before more are: BlockCache limits those that wait."""
 
 
 class Stager:
@@ -71,9 +69,7 @@ class Stager:
         self._waiting: dict[int, bool] = {}
         """Inodes to be staged in the background, in order, and whether they get a copy."""
         self._wrong: set[int] = set()
-        """Oids of files that turned out to have wrong bytes on the servers: not tried again each
-        time that they are read.
-        """
+        """Oids of files with wrong bytes on the servers: not tried at each read."""
         self._files = 0
         """How many have been staged since the mount."""
         self._failed = 0
@@ -84,19 +80,17 @@ class Stager:
     # --- now ---
 
     async def stage(self, ino: int, must: bool = False) -> bool:
-        """Have a file of the capacity tier copied into the burst tier; whether it has a copy on
-        return.
+        """Copy a file into the burst tier; whether it has a copy on return.
 
-        It does not if there is no room, if it is being written to in place, is changed meanwhile,
-        or has wrong bytes on the servers. The copy is not synced. The file's gate must not be held.
-        ``must``: see BurstTier.admit.
+        Not without room, while written in place, if changed meanwhile, or with wrong bytes on the
+        servers. The copy is not synced. Callers do not hold the gate. ``must``: see
+        BurstTier.admit.
         """
         return await self._once(ino, True, lambda file: self._stage(file, must))
 
     async def warm(self, ino: int) -> bool:
-        """Have a clean file in blocks here, as long as there is room; whether all of it is on
-        return. It is not if it changes, or has been written to in place, or where no blocks are
-        kept of what its servers have."""
+        """Bring a clean file into blocks, while there is room; whether all of it is. Not if it
+        changes, was written in place, or its servers' bytes are not kept in blocks."""
         return await self._once(ino, False, self._warm)
 
     async def _once(
@@ -128,12 +122,9 @@ class Stager:
             event.set()
 
     async def bring(self, file: OpenInode, must: bool, opened: bool = False) -> None:
-        """Someone is going to write: have a small file of the capacity tier staged first, and one
-        that would lose its protection. The gate must not be held: staging needs it.
-
-        ``must``: it can be changed in the burst tier alone. Raises Unavailable if it cannot be
-        brought there though there is room, unless it is only ``opened`` as yet.
-        """
+        """Before a write: stage a small file, and one that would lose its protection. Callers do
+        not hold the gate. ``must``: it is changed in the burst tier alone. Raises Unavailable if it
+        cannot be brought though there is room, unless only ``opened``."""
         inode, objects, changes = file.inode, file.inode.objects, file.changes
         if file.copy is not None or file.on_object:
             return
@@ -231,8 +222,8 @@ class Stager:
         self._upkeep.wake(Work.STAGE)
 
     def read(self, inode: Inode) -> None:
-        """Somebody begins to read a file that has no copy, nor a dirty mark: if its policy wants it
-        in the burst tier, it is staged. Of a container what is read comes into blocks anyway."""
+        """Stage a file without copy or mark, which begins to be read, if its policy wants that; a
+        container's reads come into blocks anyway."""
         tier = DEFAULT_POLICY.tier if inode.policy is None else inode.policy.tier
         if tier not in ("burst", "pinned") or inode.oid in self._wrong:
             return
@@ -265,7 +256,6 @@ class Stager:
 
 
 def _parts_kept(tx: ReadTransaction, inode: Inode, blocks: Blocks) -> list[SourcePart]:
-    """Those of which blocks are kept."""
     found = list(parts_of(tx, inode))
     layouts = {inode.oid: inode.objects}
     for source in {part.source for part in found} - layouts.keys():

@@ -1,14 +1,11 @@
-"""Which hosts read the same large file at the same time, and passing its bytes on
-(docs/design/homes.md).
+"""Hosts that read the same large file at the same time pass its bytes on (docs/design/homes.md).
 
-A host that begins to read a large file asks one host, the file's *meeting place*, for its other
-readers, and those hear of the new one; so they know each other from then on. Each MiB has a
-*fetcher* among them: the host with the largest weight, which depends on host and MiB alone. It asks
-the servers, the others ask it. Nothing of this is waited for for long, and any message may be lost.
+A host that begins asks the file's *meeting place* for other readers, which hear of it. Each MiB has
+a *fetcher* among them, with the largest weight of host and MiB: it asks the servers, others ask it.
+Any message may be lost, and waits are short.
 
-No two hosts wait for each other. A host that is asked to load a MiB asks only a host of a larger
-weight to load it. Of another one, which may have read it before they met, it takes only what is
-there, or comes from the servers.
+No two hosts wait for each other: a host asked to load a MiB asks only one of larger weight to load
+it. From others, which may have read it before, it takes only what is there.
 """
 
 from typing import Any
@@ -28,8 +25,8 @@ from aifs.peers.transport import Answer, Body, Peer
 _JOIN, _LEAVE, _MET, _GIVE = "together.join", "together.leave", "together.met", "together.give"
 
 _WAIT_S = 2.0
-"""How long a host is waited for; then it counts as one that does not read the file. What several
-have asked it for ahead of their readers may take some tenths of a second on a slow network."""
+"""Longest wait for a host, which then counts as no reader. On a slow network, what several ask
+ahead may take some tenths of a second."""
 
 _MEET_S = 0.1
 """How long a file's meeting place is waited for."""
