@@ -66,6 +66,9 @@ _BATCH = 16
 _BATCH_BYTES = 4 << 20
 """What is written in one go ends with the first fill that is not below."""
 _SAVE_S = 60.0
+_SAVE_SOON_S, _SAVE_REST = 1.0, 20
+"""The map is written so soon, or after so many times as long as that takes, for programs that wait
+to use a source by themselves."""
 _REST_S = 60.0
 """How long a device that has failed keeps nothing new."""
 _REFUSED_MAX = 1 << 16
@@ -163,6 +166,9 @@ class _Device:
     """and how many of them are written, or never will be."""
     changed: bool = False
     """The map is not as it is on disk."""
+    unsaved: dict[int, int] = field(default_factory=dict)
+    """Sources with blocks that the map on disk does not have: how many bytes had come into blocks
+    with their last one."""
     rests_until_s: float = 0.0
     """Nothing is kept until then, on trio's clock, because it has failed."""
     can_read_cached: bool = True
@@ -204,8 +210,10 @@ class BlockCache:
         state: State,
         barrier: Callable[[], Awaitable[None]],
         mode: str,
+        outlives: bool = False,
     ) -> None:
-        """``mode``: see burst.blocks in the reference of the configuration."""
+        """``mode``: see burst.blocks in the reference of the configuration. ``outlives``: programs
+        go on with what they use by themselves when another daemon follows this one."""
         self._servers = servers
         self._upkeep = upkeep
         self.standing = standing
@@ -213,6 +221,7 @@ class BlockCache:
         self._state = state
         self._barrier = barrier
         self._mode = mode
+        self._outlives = outlives
         self.block = BLOCK_MIN
         """Bytes of a block."""
         self.corrections = 0
@@ -241,6 +250,8 @@ class BlockCache:
         """Bytes of the budget that these have."""
         self._fills_ended = trio.Event()
         """Set, and replaced, when some have."""
+        self._save_took_s = 0.0
+        """How long that took last."""
         self._save_at_s = 0.0
         """When the maps are written next, on trio's clock; 0: when something has changed."""
         self._tells: list[Callable[[int], None]] = []
@@ -264,8 +275,9 @@ class BlockCache:
 
     # --- devices ---
 
-    async def load(self) -> None:
-        """Take over what earlier mounts have kept, and remove what nobody knows."""
+    async def load(self, used: Collection[int] = ()) -> None:
+        """Take over what earlier mounts have kept, and remove what nobody knows. ``used``: ids of
+        sources, among others, that programs are passed through to."""
         if self._servers.read_only:
             return
         if self._mode == "off":
@@ -276,23 +288,23 @@ class BlockCache:
         spaces = await self._servers.spaces(burst)
         self.block = block_size(sum(space.total for space in spaces if space is not None))
         for server in burst:
-            await self.load_device(server)
+            await self.load_device(server, used)
 
-    async def load_device(self, server: DataServer) -> None:
+    async def load_device(self, server: DataServer, used: Collection[int] = ()) -> None:
         """The same of one burst directory."""
         self._known.add(server.id)
         self._ended = ended = set[int]()
         try:
-            await self._take_over(server, ended)
+            await self._take_over(server, ended, {*used})
         finally:
             self._ended = None
 
-    async def _take_over(self, server: DataServer, ended: set[int]) -> None:
+    async def _take_over(self, server: DataServer, ended: set[int], used: set[int]) -> None:
         path = os.path.join(server.address, naming.BLOCKS)
         device = _Device(server, BlockMap(self.block), path)
-        work = (_read_map, (path, self.block, await self._state()))
+        work = (_read_map, (path, self.block, await self._state(), used))
         try:
-            segments, names = (await gather([(server.workers, *work)]))[0]
+            segments, names, sizes = (await gather([(server.workers, *work)]))[0]
         except _ERRORS as error:
             _log.info("%s keeps no blocks: %s", server.name, error)
             return
@@ -311,7 +323,18 @@ class BlockCache:
             source: {number: segment.have for number, segment in segments_of.items()}
             for source, segments_of in device.map.sources.items()
         }
-        unknown = names - masks.keys()
+        for source, size in sizes.items():
+            if size and device.map.held(source, 0, size) == size:
+                device.map.hold(source, True)
+                device.lent.add(source)
+                del masks[source]
+            else:  # it has ended
+                device.map.end(source)
+                masks.pop(source, None)
+                file = device.files.pop(source, None) or _File(device, source)
+                self._survives(file)
+                device.leaving.append((file, None))
+        unknown = names - masks.keys() - sizes.keys()
         try:
             call = (server.workers, _tidy, (device, unknown, masks, self.block))
             ended |= (await gather([call]))[0]
@@ -515,6 +538,11 @@ class BlockCache:
         """See Blocks."""
         device = self._where.get(source)
         if device is None or not size or not device.server.is_at_hand:
+            return None
+        if self._outlives and source in device.unsaved:
+            soon_s = trio.current_time() + max(_SAVE_SOON_S, _SAVE_REST * self._save_took_s)
+            self._save_at_s = min(self._save_at_s or soon_s, soon_s)
+            self._upkeep.wake(Work.BLOCKS)
             return None
         if source not in device.map.held_sources:
             spans = self.held(source, size - 1, 1) and self._spans(source, 0, size, size)
@@ -768,6 +796,7 @@ class BlockCache:
                     device.map.put(fill.source, number, checksum)
                 self._filled_bytes += len(fill.data)
                 device.changed = True
+                device.unsaved[fill.source] = self._filled_bytes
 
     async def _refuse_fallen(self, device: _Device, sources: set[int]) -> None:
         """Forget new ones of these that do not stand."""
@@ -814,11 +843,14 @@ class BlockCache:
         """``end``, also of a file that programs use by themselves."""
         device = self._where.get(source)
         if device is not None and source in device.map.held_sources:
-            file = device.files[source]
-            file.outlives = True
-            file.in_use(1)
-            device.survivors.setdefault(source, []).append(file)
+            self._survives(device.files[source])
         return self.end(source)
+
+    def _survives(self, file: _File) -> None:
+        """It is going to be removed, and programs may use it on."""
+        file.outlives = True
+        file.in_use(1)
+        file.device.survivors.setdefault(file.source, []).append(file)
 
     def _forget(self, device: _Device, source: int) -> None:
         self._tell(source)
@@ -896,22 +928,26 @@ class BlockCache:
 
     async def save(self) -> None:
         """Bring the maps to disk, except while something is found wrong. Raises FsError."""
-        self._save_at_s = 0.0
+        self._save_at_s, begin_s = 0.0, trio.current_time()
         state = await self._state()
         if self._findings:
             return  # the state may count them already, and the blocks are there still
         found = [
             (device, device.map.snapshot()) for device in self.devices.values() if device.changed
         ]
+        filled = self._filled_bytes
         await self._barrier()  # what names these sources is durable, and so are the lengths
         for device, segments in found:
             device.changed = False
             work = (_write_map, (device.path, segments, self.block, state))
             try:
                 await gather([(device.server.workers, *work)])
+                left = {it: at for it, at in device.unsaved.items() if at > filled}
+                device.unsaved = left
             except _ERRORS as error:
                 self._fails(device, error)
             faults.reach(_SAVED)
+        self._save_took_s = trio.current_time() - begin_s
 
     async def close(self) -> None:
         """At an orderly end. Raises FsError."""
@@ -1005,19 +1041,21 @@ def _give_up(some: list[tuple[_File, BlockSegment | None]], block: int) -> list[
     return unused
 
 
-def _read_map(path: str, block: int, state: int) -> tuple[list[BlockSegment], set[int]]:
-    """The segments of the map on disk, and the sources that have files."""
+def _read_map(
+    path: str, block: int, state: int, used: set[int]
+) -> tuple[list[BlockSegment], set[int], dict[int, int]]:
+    """The segments of the map on disk, the sources that have files, and of those among ``used`` the
+    sizes of these."""
     if not os.path.isdir(path):
-        return [], set()
+        return [], set(), {}
     names = {int(name, 16) for name in os.listdir(path) if len(name) == 16}
+    sizes = {source: os.stat(f"{path}/{source:016x}").st_size for source in used & names}
     record = files.read_file(os.path.join(path, _MAP)) or b""
     head, body = record[:SUM_BYTES], memoryview(record)[SUM_BYTES:]
-    if _sum_of(body) != head:
-        return [], names
-    try:
-        return decode(block, state, bytes(body)), names
-    except ValueError:
-        return [], names
+    with suppress(ValueError):
+        if _sum_of(body) == head:
+            return decode(block, state, bytes(body)), names, sizes
+    return [], names, sizes
 
 
 def _open_whole(file: _File, size: int) -> int | None:

@@ -258,8 +258,6 @@ class Handles:
             return objects.servers[0], oid
         if file.opening:  # a program that is going to write
             return None
-        if self._kept.is_on:  # nothing keeps blocks in place from one daemon to the next
-            return None
         server = self._blocks.place_of(oid, file.inode.size)
         return None if server is None else (server, oid)
 
@@ -594,7 +592,7 @@ class Handles:
 
     def give_back(self, backing: int) -> None:
         """No program has a handle with this one of them."""
-        del self._places[backing]
+        self._blocks.lend(self._places.pop(backing)[1], False)
         self._kept.give_back(backing)
 
     def take_over_handle(self, file: OpenInode, kept: KeptHandle) -> None:
@@ -602,6 +600,11 @@ class Handles:
         place = self._places.get(kept.backing)
         if place is not None:
             file.backing, file.on_object = kept.backing, _is_object(file, place)
+            if file.copy is None and not file.on_object:
+                file.source_backing = kept.backing
+                self._sources[place[1]] = file.inode.ino
+            elif file.copy is not None and place != file.copy.place:
+                file.copy.source = place[1]  # it was that when it was passed through
         opened = FileHandle(file, kept.flags, kept.opens)
         opened.direct = kept.direct
         self._handles[kept.handle] = opened

@@ -119,7 +119,13 @@ class Filesystem:
         is_checked = config.data.verify == "read"
         state = partial(engine.view, degraded.state_of_blocks, is_checked)
         self.blocks = BlockCache(
-            servers, upkeep, standing, state, engine.barrier, config.burst.blocks
+            servers,
+            upkeep,
+            standing,
+            state,
+            engine.barrier,
+            config.burst.blocks,
+            kernel.kept.is_on,
         )
         servers.keep_blocks(self.blocks)
         self.tier = tier = BurstTier(config, servers, engine, ids.take, upkeep)

@@ -126,7 +126,7 @@ async def _load(fs: Filesystem) -> None:
     await fs.trash_rules.load(fs.options.read_only)
     await _load_work(fs)
     await fs.quotas.look()
-    await fs.blocks.load()
+    await fs.blocks.load({oid for _, oid in kept.backings.values()})
     undrained = await load_copies(fs.store, fs.tier, fs.collector, fs.needs, fs.recovered)
     # All that is undrained is the drain's, then groups take out what is theirs.
     fs.drain.load(undrained)

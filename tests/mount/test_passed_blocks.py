@@ -2,10 +2,12 @@
 by itself, and programs see what others change, whatever ends meanwhile.
 """
 
+import errno
 import json
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from aifs.core import ioctl
 from aifs.core.config import DIRECTORY_FILE
 from aifs.fuse import extension
-from tests.support.mounts import Mounted, mounted_store
+from tests.support.mounts import TIMEOUT_S, Mounted, mounted_store
 
 READ = "15"
 SIZE = 3_000_001
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.skipif(extension is None, reason="the bridge has not be
 
 
 @pytest.fixture
-def store() -> Iterator[Mounted]:
+def store(request: pytest.FixtureRequest) -> Iterator[Mounted]:
     with tempfile.TemporaryDirectory(prefix="aifs-passed-", dir="/dev/shm") as scratch:
         options = (
             "layout.inline_limit=0",
@@ -34,6 +36,7 @@ def store() -> Iterator[Mounted]:
             "burst.stage_for_write=0",
             "burst.drain_delay=1h",
             "burst.blocks=always",
+            *getattr(request, "param", ()),
         )
         source = Path(scratch) / "store"
         source.mkdir()
@@ -210,4 +213,83 @@ def test_the_daemon_ends_while_blocks_become_a_copy(store: Mounted, path: Path) 
     store.kill()
     reader.close()
     store.mount()
+    assert path.read_bytes() == b"other" + CONTENT[5:]
+
+
+KEPT = pytest.mark.parametrize("store", [("kernel.restarts=5",)], indirect=True, ids=["kept"])
+
+
+def pass_through(store: Mounted, path: Path) -> None:
+    """The map on disk has all blocks."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    before = status(store)["bridge"]["requests"].get(READ, 0)
+    while read(path) == CONTENT and time.monotonic() < deadline_s:
+        until_closed(store)
+        after = status(store)["bridge"]["requests"].get(READ, 0)
+        if after == before:
+            return
+        before = after
+    raise TimeoutError("the kernel does not read it by itself")
+
+
+def go_on(store: Mounted) -> None:
+    store.kill_only()
+    store.adopt()
+
+
+@KEPT
+def test_readers_go_on_with_the_next_daemon(store: Mounted, path: Path) -> None:
+    pass_through(store, path)
+    fd, buffered = os.open(path, os.O_RDONLY | os.O_DIRECT), path.open("rb", buffering=0)
+    mapped = mmap.mmap(buffered.fileno(), SIZE, prot=mmap.PROT_READ)
+    expected = bytearray(CONTENT)
+    for number in range(2):
+        go_on(store)
+        with by_kernel(store):
+            assert direct(fd) == expected == path.read_bytes() == mapped[:]
+        with path.open("r+b", buffering=0) as writer:
+            os.pwrite(writer.fileno(), b"written", 100_000 * number)
+            expected[100_000 * number : 100_000 * number + 7] = b"written"
+            assert direct(fd) == expected == mapped[:]
+            go_on(store)
+            os.pwrite(writer.fileno(), b"again", 200_000)
+        expected[200_000:200_005] = b"again"
+        assert direct(fd) == expected == path.read_bytes() == mapped[:]
+    mapped.close()
+    buffered.close()
+    os.close(fd)
+
+
+@pytest.mark.sweep
+@KEPT
+def test_what_it_had_open_may_go_when_it_is_closed(store: Mounted, path: Path) -> None:
+    pass_through(store, path)
+    fd = os.open(path, os.O_RDONLY)
+    go_on(store)
+    assert status(store)["blocks"]["staying_bytes"] >= SIZE
+    os.close(fd)
+    until_closed(store)
+    with path.open("r+b") as writer:
+        writer.write(b"in place")
+    assert path.read_bytes() == b"in place" + CONTENT[8:]
+
+
+@pytest.mark.sweep
+@KEPT
+def test_blocks_that_the_map_has_lost_are_those_of_their_readers(
+    store: Mounted, path: Path
+) -> None:
+    pass_through(store, path)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    (found,) = (store.source / "burst").glob("**/blocks/map")
+    found.write_bytes(b"")
+    go_on(store)
+    assert direct(fd) == CONTENT == path.read_bytes()
+    with pytest.raises(OSError) as raised:
+        path.open("r+b")
+    assert raised.value.errno == errno.EBUSY
+    os.close(fd)
+    until_closed(store)
+    with path.open("r+b") as writer:
+        writer.write(b"other")
     assert path.read_bytes() == b"other" + CONTENT[5:]
