@@ -637,6 +637,7 @@ class BlockCache:
     async def _ask(
         self, device: _Device, file: _File, function: Callable[..., Any], *args: Any
     ) -> Any:
+        """In a worker. Raises Unavailable."""
         work = "open", file.path, function, file, *args
         return await self._carry_out(device, [file], device.server.call, *work)
 

@@ -263,6 +263,9 @@ class Mover:
         cancelled: Callable[[], bool],
         at_once: int,
     ) -> bool:
+        """Call ``move`` with ``pieces``, some at a time; it returns the bytes moved, at most a
+        piece's second number, which the limit is asked for. False if ``cancelled`` was ever true:
+        bytes are missing."""
         skipped = False
 
         async def move_one(piece: tuple[int, int]) -> None:

@@ -150,6 +150,8 @@ class OpenFiles:
     )
 
     async def _hold(self, ino: int) -> None:
+        """Hold a nameless file, which another host may have unlinked. Raises Stale if it erased it,
+        too."""
         if not await self._engine.view(namespace.is_held, ino):
             self._io.table.orphans.add(ino)
             if not await self._engine.transact(namespace.put_holds, [ino]):

@@ -160,6 +160,7 @@ class _Plain(OpenContainer):
         return filled
 
     def _sync(self) -> None:
+        """Make bytes, length and name durable."""
         assert self._fd is not None
         with _failing(FsError):  # the system forgets what it could not write; a later sync succeeds
             self._server.sync_object(self._key, self._fd)

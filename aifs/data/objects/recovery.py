@@ -346,6 +346,7 @@ class Recovery:
         ranges: Sequence[Range],
         answers: Sequence[memoryview],
     ) -> bool:
+        """Fill the memory of ``runs`` from what was read; whether all was there. Blocks."""
         held: dict[int, list[tuple[int, memoryview]]] = {}
         for (column, start, _), answer in zip(ranges, answers, strict=True):
             held.setdefault(column, []).append((start, answer))
