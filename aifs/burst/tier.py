@@ -25,8 +25,7 @@ from aifs.core.log import logger
 from aifs.core.upkeep import Upkeep, Work
 from aifs.core.waiting import ROOM, waits_for
 from aifs.data.server import DataServer
-from aifs.data.servers import Servers
-from aifs.data.storage import Space
+from aifs.data.servers import Servers, space_or_none
 from aifs.data.workers import gather
 from aifs.layout.placement import ACTIVE
 from aifs.meta.kv import Engine
@@ -104,7 +103,7 @@ class BurstTier:
         for server in servers.burst():
             self._add(server)
         for device in self.devices.values():
-            device.look(_space_or_none(device.server))
+            device.look(space_or_none(device.server))
 
     def _add(self, server: DataServer) -> None:
         block_bytes = partial(self.blocks.bytes_on, server.id)
@@ -473,13 +472,6 @@ class BurstTier:
             "drain_bytes_per_s": round(self.rate),
             "mirror_bytes": self.mirror_bytes,
         }
-
-
-def _space_or_none(server: DataServer) -> Space | None:
-    try:
-        return server.space()
-    except FsError:
-        return None
 
 
 # Empty files made ahead, for devices on which making one may wait for the disk.

@@ -421,7 +421,7 @@ class Servers:
         async def ask(number: int, server: DataServer) -> None:
             with trio.move_on_after(_SAY_S if server.role == "data" else FOR_EVER):
                 [found[number]] = await gather(
-                    [(server.workers, _space_or_none, (server,))], abandonable=True
+                    [(server.workers, space_or_none, (server,))], abandonable=True
                 )
 
         async with trio.open_nursery() as nursery:
@@ -501,10 +501,11 @@ def _status(server: DataServer, space: Space | None) -> dict[str, Any]:
 def _meet(server: DataServer, read_only: bool) -> None:
     """Raises StoreError if the directory is not the server's."""
     server.identify(read_only)
-    server.seen = _space_or_none(server)
+    server.seen = space_or_none(server)
 
 
-def _space_or_none(server: DataServer) -> Space | None:
+def space_or_none(server: DataServer) -> Space | None:
+    """The space of its storage; None if that fails. Blocks."""
     try:
         return server.space()
     except FsError:

@@ -39,7 +39,7 @@ class Crossing:
             ord("g"): self._garbage,
             ord("i"): _inode,
             ord("j"): _job,
-            ord("m"): _stray,
+            ord("m"): lambda key, value: value if keys.stray_parts(key)[1] < BURST_FIRST else None,
             ord("n"): self._group,
             ord("y"): lambda key, value: keys.host_value(0),  # nobody makes the list any more
         }
@@ -99,10 +99,6 @@ def _job(key: bytes, value: bytes) -> bytes | None:
         2, "big"
     )
     return None if is_burst else value
-
-
-def _stray(key: bytes, value: bytes) -> bytes | None:
-    return value if keys.stray_parts(key)[1] < BURST_FIRST else None
 
 
 class Tally:

@@ -100,7 +100,7 @@ class Aging:
 
     async def rule_of(self, ino: int) -> str:
         """The rule of the directory itself, '' if it has none."""
-        return (await self._engine.view(_get_rule, ino)).decode()
+        return (await self._engine.view(lambda tx: tx.get(keys.age_rule(ino)) or b"")).decode()
 
     HINTS = (
         Hint(
@@ -193,10 +193,6 @@ def _put_rule(tx: Transaction, ino: int, rule: bytes) -> None:
         tx.put(keys.age_rule(ino), rule)
     else:
         tx.delete(keys.age_rule(ino))
-
-
-def _get_rule(tx: ReadTransaction, ino: int) -> bytes:
-    return tx.get(keys.age_rule(ino)) or b""
 
 
 def _read_rules(tx: ReadTransaction) -> dict[int, AgeRule]:

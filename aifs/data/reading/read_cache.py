@@ -418,7 +418,7 @@ class ReadCache:
             self._keeping.fetched += block.size
             view = memory[:result].toreadonly()
         if block.loading and (is_own or error is None):
-            if self._is_current(block):
+            if self._objects.get(block.name, {}).get(block.index) is block:
                 self._take_in(block, error is not None)
             block.loaded(view, error)
         if not self._loads and self._idle is not None:
@@ -450,9 +450,6 @@ class ReadCache:
             self.invalidate(name)
 
     # --- memory ---
-
-    def _is_current(self, block: Block) -> bool:
-        return self._objects.get(block.name, {}).get(block.index) is block
 
     def _drop(self, block: Block) -> None:
         blocks = self._objects[block.name]

@@ -214,7 +214,7 @@ def _of_small_files(name: OrderName, found: Mapping[bytes, Found]) -> _Made:
     """An archive of a directory's files, a row a stem, in the order in which they were made, as
     containers mostly hold them: places change, and all ranks need one order."""
     rows: dict[bytes, list[Found]] = {}
-    for each in sorted(found.values(), key=_made_as):
+    for each in sorted(found.values(), key=lambda one: (one.inode.ino, one.path)):
         stem = tar.stem_of(each.path)
         rows.setdefault(each.path if stem is None else stem[0], []).append(each)
     sizes = (sum(each.inode.size for each in row) for row in rows.values())
@@ -229,10 +229,6 @@ def _of_small_files(name: OrderName, found: Mapping[bytes, Found]) -> _Made:
             for each in row:
                 archive.add(member_of(each))
     return archive, partial(source_of, archive), archive.memory
-
-
-def _made_as(found: Found) -> tuple[int, bytes]:
-    return found.inode.ino, found.path
 
 
 def _version(found: Found) -> Version:
