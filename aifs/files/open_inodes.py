@@ -268,6 +268,12 @@ class OpenInodes:
             await self._capacity.look(file)
             return self.attributes(file)
 
+    def is_on_record(self, ino: int) -> bool:
+        """Whether its record is what stat(2) should show, and the kernel may keep that."""
+        table = self._table
+        is_ours = ino in table.open or ino in table.mapped or ino in table.told.inos
+        return not is_ours and not self._handles.was_accessed(ino)
+
     def current(self, inode: Inode) -> Inode:
         """An inode of which this is on record, as stat(2) should show it now. Does not block."""
         file = self._table.open.get(inode.ino)

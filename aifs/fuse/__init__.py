@@ -16,7 +16,7 @@ extension: Any = None
 
 extension_error = ""
 
-_INTERFACE = 7
+_INTERFACE = 8
 """Of bridge.c; both numbers go up when the functions between the two change."""
 
 _flags = sys.getdlopenflags()

@@ -134,14 +134,20 @@ static bool read_parts(const struct part *parts, size_t count)
     return true;
 }
 
-/* read(), which waits until then for a request. */
-static ssize_t read_request(int fd, void *buffer, size_t capacity, uint64_t until_ns)
+/* read(), which waits until then for a request. Python's other threads run meanwhile, and afterwards: *released. */
+static ssize_t read_request(int fd, void *buffer, size_t capacity, uint64_t until_ns, PyThreadState **released)
 {
     struct pollfd waiting = {.fd = fd, .events = POLLIN};
     ssize_t size = read(fd, buffer, capacity);
-    while (size < 0 && errno == EAGAIN && clock_ns(CLOCK_MONOTONIC) < until_ns)
+    if (size >= 0 || errno != EAGAIN || until_ns == 0)
+        return size;
+    if (*released == NULL)
+        *released = PyEval_SaveThread();
+    do {
+        errno = EAGAIN;
         if (poll(&waiting, 1, 0) != 0)
             size = read(fd, buffer, capacity);
+    } while (size < 0 && errno == EAGAIN && clock_ns(CLOCK_MONOTONIC) < until_ns);
     return size;
 }
 
@@ -174,7 +180,7 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
     }
     passed = -1;
     for (;;) {
-        size = read_request(fd, buffer, capacity, until_ns);
+        size = read_request(fd, buffer, capacity, until_ns, &released);
         if (size < 0) {
             if (errno == ENOENT || errno == EAGAIN) /* it was withdrawn; libfuse would wait, or pyfuse3 give up */
                 errno = EINTR;
@@ -191,7 +197,8 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
             released = PyEval_SaveThread();
         if (answer.parts != 0 && !read_parts(bridge.parts, answer.parts))
             verdict = PASS;
-        if (verdict == PASS || (verdict == OFFER && (handed_over == 0 || !hand_over(header)))) {
+        if (verdict == PASS || (verdict == OFFER && (handed_over == 0 || !hand_over(header))) ||
+            (verdict == TRY && !hand_over(header))) {
             passed = size;
             break;
         }
@@ -215,7 +222,7 @@ static ssize_t bridge_read(int fd, void *buffer, size_t capacity, void *userdata
         uint64_t now_ns = clock_ns(CLOCK_MONOTONIC);
         bool waits = bridge.state.busy_polls && handed_over == 0;
         end_ns = end_ns ? end_ns : now_ns + TURN_NS;
-        if (waits && released == NULL)
+        if (waits && verdict == ANSWER && released == NULL)
             released = PyEval_SaveThread();
         if (now_ns >= end_ns) {
             errno = EINTR;
@@ -356,6 +363,29 @@ static struct span span_of(PyObject *bytes)
     if (!PyBytes_Check(bytes))
         return (struct span){NULL, 0};
     return (struct span){PyBytes_AS_STRING(bytes), (size_t)PyBytes_GET_SIZE(bytes)};
+}
+
+/* reply_entry(unique, ino, record): answer a LOOKUP that on_request is asked about. False: the record cannot be read. */
+static PyObject *reply_entry(PyObject *self, PyObject *args)
+{
+    unsigned long long unique, ino;
+    PyObject *record;
+    if (!PyArg_ParseTuple(args, "KKO", &unique, &ino, &record))
+        return NULL;
+    const struct keeping *keeping = &bridge.state.keeping;
+    struct span inode = span_of(record);
+    if (!is_inode(inode))
+        Py_RETURN_FALSE;
+    struct inode_record found = decoded(inode);
+    const struct lent *lent = find_lent(&bridge.opens, ino);
+    if (lent != NULL && (int64_t)lent->accessed_ns > found.atime_ns)
+        found.atime_ns = (int64_t)lent->accessed_ns;
+    if (has_acl(inode))
+        note_in(bridge.state.acls, ino);
+    note_found(&bridge.entries, unique, ino);
+    struct fuse_entry_out entry = entry_out(ino, attributes_of(ino, found, keeping->block_size), keeping);
+    send_reply(unique, 0, &entry, sizeof entry); /* it fails if nobody waits for it any more */
+    Py_RETURN_TRUE;
 }
 
 static bool is_place_in(PyObject *places, Py_ssize_t place)
@@ -637,6 +667,7 @@ static PyMethodDef methods[] = {
     {"configure", configure, METH_O, NULL},
     {"keep", keep, METH_VARARGS, NULL},
     {"reply", reply, METH_VARARGS, NULL},
+    {"reply_entry", reply_entry, METH_VARARGS, NULL},
     {"listing", listing, METH_VARARGS, NULL},
     {"note_entries", note_entries, METH_O, NULL},
     {"note_records", note_records, METH_O, NULL},
@@ -674,7 +705,7 @@ PyMODINIT_FUNC PyInit__bridge(void)
     if (made != NULL && PyModule_AddObjectRef(made, "state", state) < 0)
         Py_CLEAR(made);
     Py_XDECREF(state);
-    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", 7) < 0)
+    if (made != NULL && PyModule_AddIntConstant(made, "INTERFACE", 8) < 0)
         Py_CLEAR(made);
     return made;
 }

@@ -172,6 +172,12 @@ def reply(unique: int, number: int, data: bytes) -> None:
             _log.error("the kernel refuses an answer: %s", error)  # raised, it would end the mount
 
 
+def reply_entry(unique: int, ino: int, record: bytes) -> bool:
+    """Answer a LOOKUP that was handed over by the record of the inode. False if that cannot be
+    read."""
+    return bool(extension.reply_entry(unique, ino, record))
+
+
 def listing_reply(listing: Listing, size: int, are_kept: bool) -> tuple[bytes, int]:
     """The answer to READDIRPLUS with the entries that fit into ``size``, and their number.
     ``are_kept``: the kernel may keep names, else attributes alone. After the last ones it asks

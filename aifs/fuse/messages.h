@@ -56,6 +56,7 @@ enum verdict {
     ANSWER,    /* the bridge answers it, as the struct answer says */
     HAND_OVER, /* a Python coroutine answers it */
     OFFER,     /* Python is asked whether it is for one of its own; if not: PASS */
+    TRY,       /* Python is asked to answer it at once; if it cannot: PASS */
     NOTED,     /* it asks for no answer */
 };
 
@@ -505,7 +506,7 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
             if (has_locks(state) && !expect_entry(bridge, header, size))
                 return refuse(answer, ENFILE);
             note_asked(&bridge->entries, header->unique, header->nodeid, name);
-            return PASS;
+            return has_locks(state) || passes_on(bridge) ? PASS : TRY;
         }
         uint64_t kept_ns = state->shared[header->nodeid % SHARED_MAX] == header->nodeid ? 0 : state->keeping.absent_ns;
         if (has_locks(state))

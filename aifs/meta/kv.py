@@ -194,6 +194,10 @@ class Engine(ABC):
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
         """Run ``function(tx, *args)`` with a ReadTransaction; its errors are raised."""
 
+    def view_at_once(self, function: Callable[..., Result], *args: Any) -> Result | None:
+        """As ``view``, without suspending. None if that may have to wait."""
+        return None
+
     async def sure(self) -> None:
         """Wait until this host may answer from views and ``follow``: others wait until it has heard
         of their changes. At once with one host; ``view`` does it itself. Raises Unavailable."""

@@ -214,6 +214,9 @@ class LmdbEngine(Engine):
         self.database.damaged_as = value
 
     async def view(self, function: Callable[..., Result], *args: Any) -> Result:
+        return self.view_at_once(function, *args)
+
+    def view_at_once(self, function: Callable[..., Result], *args: Any) -> Result:
         self._count_operation()
         view = LeveledView(self._memtable, self._frozen, self.database, self.seq)
         return function(view, *args)

@@ -351,6 +351,7 @@ class Filesystem:
         files, io = self.files, self.io
         xattrs = ExtendedAttributes(self.services.engine, io, attributes, self.hints)
         self.lookup = names.lookup
+        self.lookup_at_once = names.lookup_at_once
         self.create = names.create
         self.mknod = names.mknod
         self.mkdir = names.mkdir

@@ -80,6 +80,18 @@ class Names:
                 raise
         return await self._virtual.lookup(parent, name, caller)
 
+    def lookup_at_once(self, parent: int, name: bytes) -> tuple[int, bytes] | None:
+        """As ``lookup``, without suspending: the inode number and the record. None if another host
+        has to be asked, or the record alone does not answer it."""
+        if self._doomed.holds(parent) or self._recordings.is_on or name in (b".", b".."):
+            return None
+        with suppress(FsError):
+            found = self._engine.view_at_once(namespace.find_records, parent, name)
+            if found is not None and self._io.inodes.is_on_record(found[0]):
+                self._files.lent_opens.found(parent, name, found[0])
+                return found
+        return None
+
     async def create(
         self, parent: int, name: bytes | None, mode: int, flags: int, caller: CallerLike
     ) -> tuple[Opened, Inode]:

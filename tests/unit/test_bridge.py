@@ -278,6 +278,42 @@ async def test_who_gets_a_lock_at_once_sees_the_size_that_another_host_has_made(
     assert dropped == [7] and replies == [(7, 0, b""), (8, 0, b"")]
 
 
+@pytest.mark.parametrize(
+    ("change", "is_answered"),
+    [
+        ({}, True),
+        ({"keeps_name": lambda parent, name: False}, False),
+        ({"lookup_at_once": lambda parent, name: None}, False),
+        ({"operation_log": SimpleNamespace(is_on=True)}, False),
+        ({"waiting": 1}, False),
+        ({"lookup_at_once": lambda parent, name: (8, b"damaged")}, False),
+    ],
+)
+async def test_a_lookup_is_answered_at_once_by_the_record_alone(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], is_answered: bool
+) -> None:
+    replies: list[tuple[int, int, bytes]] = []
+
+    def reply_entry(unique: int, ino: int, record: bytes) -> bool:
+        replies.append((unique, ino, record))
+        return record == b"record"
+
+    monkeypatch.setattr(handed_over, "reply_entry", reply_entry)
+    fs = SimpleNamespace(
+        operation_log=SimpleNamespace(is_on=False),
+        served=AllServed(),
+        keeps_name=lambda parent, name: True,
+        lookup_at_once=lambda parent, name: (8, b"record") if (parent, name) == (7, b"n") else None,
+    )
+    scheduler = Scheduler(0.0)
+    scheduler.waiting_requests = change.pop("waiting", 0)
+    vars(fs).update(change)
+    requests, _ = handing_over(fs, scheduler)
+    assert requests.take(handed_over.LOOKUP, 99, 7, CALLER, b"n\0") == is_answered
+    assert sum(fs.served["lookup"].buckets) == is_answered
+    assert not is_answered or replies == [(99, 8, b"record")]
+
+
 async def test_inodes_that_the_kernel_has_forgotten_come_together_and_get_no_answer() -> None:
     forgotten: list[int] = []
     requests, replies = handing_over(SimpleNamespace(forget=forgotten.extend))
