@@ -147,7 +147,7 @@ def lookup(tx: ReadTransaction, parent: int, name: bytes) -> Inode:
 
 def find_records(tx: ReadTransaction, parent: int, name: bytes) -> tuple[int, bytes] | None:
     """The inode that ``name`` leads to, and its record. None if one of the two is missing."""
-    dentry = tx.get(keys.dentry(parent, name))
+    dentry = tx.get(keys.dentry(parent, name)) if len(name) <= NAME_MAX else None
     ino = 0 if dentry is None else decode_dentry(dentry).ino
     record = tx.get(keys.inode(ino)) if ino else None
     return None if record is None else (ino, record)

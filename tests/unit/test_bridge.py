@@ -306,7 +306,7 @@ async def test_a_lookup_is_answered_at_once_by_the_record_alone(
         lookup_at_once=lambda parent, name: (8, b"record") if (parent, name) == (7, b"n") else None,
     )
     scheduler = Scheduler(0.0)
-    scheduler.waiting_requests = change.pop("waiting", 0)
+    scheduler.waiting_requests = change.get("waiting", 0)
     vars(fs).update(change)
     requests, _ = handing_over(fs, scheduler)
     assert requests.take(handed_over.LOOKUP, 99, 7, CALLER, b"n\0") == is_answered
