@@ -293,7 +293,7 @@ def test_a_server_that_nothing_needs_is_done_without_and_named(place: Place) -> 
 
 @pytest.mark.sweep
 def test_a_daemon_that_cannot_start_says_why(place: Place) -> None:
-    aifs("mount", place.source, place.path)
+    aifs("mount", "-o", "layout.stripe_above=0", place.source, place.path)
     (place.path / "file").write_bytes(bytes(9 << 20))
     aifs("umount", "--drain", place.path)
     server = place.source / "data" / "2"
@@ -464,7 +464,7 @@ def test_status_is_shown_as_a_table(served: Place) -> None:
 def test_a_server_is_added_while_mounted(place: Place) -> None:
     disk = place.directory / "disk"
     disk.mkdir()
-    place.mount()
+    place.mount("-o", "layout.stripe_above=0")
     assert (
         aifs("server", "add", place.source, disk).stdout
         == f"added {disk} to the store, as data server 4\n"

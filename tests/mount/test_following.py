@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import caches
 from tests.support.machine import RENAME_EXCHANGE, renameat2
 from tests.support.shared_mount import SharedMount
 
@@ -22,7 +23,8 @@ FILE, DIRECTORY, LINK = stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755, stat.S_IFLNK
 
 @pytest.fixture
 def mount(scratch: Path) -> Iterator[SharedMount]:
-    with SharedMount(scratch) as mount:
+    """The kernel keeps the names that it has, whatever other tests do."""
+    with caches.kept(), SharedMount(scratch) as mount:
         yield mount
 
 

@@ -60,7 +60,8 @@ print(digest.hexdigest(), flush=True)
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mounted]:
-    options = ("burst.drain_delay=0s", "meta.backup_interval=0")
+    # The kernel reads one object by itself.
+    options = ("burst.drain_delay=0s", "meta.backup_interval=0", "layout.stripe_above=0")
     with mounted_store(tmp_path_factory.mktemp("read"), options) as store:
         yield store
 
