@@ -7,6 +7,7 @@ record.
 
 import os
 import stat
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -94,8 +95,9 @@ class VirtualFiles:
         """By handle, with the user who has opened it."""
         self._making: dict[tuple[int, bytes], trio.Lock] = {}
         """By directory and name, held by the task that looks at the sources."""
-        self._last = 0
-        """The number that was given last, and the handle."""
+        self._last = time.time_ns() // 1000
+        """The number that was given last, and the handle. The kernel may have pages of those that
+        an earlier daemon of the mount has given."""
 
     # --- names ---
 
