@@ -372,8 +372,8 @@ class Bridge:
         return bool(self._state.kill_privileges)
 
     def appends(self) -> bool:
-        """Whether the last WRITE read has O_APPEND: its offset is the end for the kernel. Ask
-        before any await."""
+        """Whether the last WRITE read has O_APPEND: its offset is the end for the kernel; or the
+        last SETXATTR has XATTR_CREATE. Ask before any await."""
         return bool(self._state.appends)
 
     def last_request(self) -> tuple[int, int, int]:

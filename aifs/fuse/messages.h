@@ -18,6 +18,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/xattr.h>
 
 #include "entries.h"
 #include "names.h"
@@ -74,6 +75,7 @@ static const struct kind kinds[OPCODES] = {
     [FUSE_WRITE] = {.least = 40, .flags_at = 20, .kill = FUSE_WRITE_KILL_SUIDGID},
     [FUSE_RELEASE] = {.least = 24},
     [FUSE_FLUSH] = {.least = 24},
+    [FUSE_SETXATTR] = {.least = 8},
     [FUSE_STATFS] = {HAND_OVER},
     [FUSE_GETLK] = {HAND_OVER, .least = 48},
     [FUSE_SETLK] = {HAND_OVER, .least = 48},
@@ -143,7 +145,7 @@ struct state {
 
     /* Of the request examined last. */
     bool kill_privileges; /* it asks to clear the set-id bits */
-    bool appends;         /* it is a WRITE of a file that is open with O_APPEND */
+    bool appends;         /* it is a WRITE of a file that is open with O_APPEND, or a SETXATTR with XATTR_CREATE */
     uint32_t uid, pid;
     uint64_t nodeid;
     uint64_t unique;
@@ -472,6 +474,8 @@ static inline enum verdict examine_request(struct bridge *bridge, void *message,
     }
     if (header->opcode == FUSE_WRITE)
         state->appends = ((const struct fuse_write_in *)body)->flags & O_APPEND;
+    if (header->opcode == FUSE_SETXATTR)
+        state->appends = ((const struct fuse_setxattr_in *)body)->flags & XATTR_CREATE;
 
     switch (header->opcode) {
     case FUSE_INIT: {

@@ -25,7 +25,7 @@ from pyfuse3 import (
 
 from aifs.core import waiting
 from aifs.core.config import KernelConfig
-from aifs.core.errors import FsError, NotFound
+from aifs.core.errors import FsError, NoAttribute, NotFound
 from aifs.core.waiting import Activity
 from aifs.files.kept import Done
 from aifs.files.types import LENT, LENT_HERE, Opened, SetAttr
@@ -179,8 +179,8 @@ class Operations(pyfuse3.Operations):
     """pyfuse3's handlers over one open Filesystem.
 
     Called before a handler awaits: ``kill_privileges()``, whether the request has to clear set-id
-    bits; ``appends()``, whether it is a write with O_APPEND; ``last_request()``, its inode, uid and
-    pid. ``note_acl(ino)`` comes before the kernel hears of an inode with an ACL. ``synchronous``: a
+    bits; ``appends()``, whether it is a write with O_APPEND, or setxattr with XATTR_CREATE;
+    ``last_request()``, its inode, uid and pid. ``note_acl(ino)`` comes before the kernel hears of an inode with an ACL. ``synchronous``: a
     mount with the option sync.
     """
 
@@ -222,6 +222,8 @@ class Operations(pyfuse3.Operations):
         match operation, args:
             case (("unlink" | "rmdir" | "removexattr"), _):
                 return None
+            case "getxattr", _ if self._appends():  # pyfuse3 asks: the attribute is not to be there
+                raise NoAttribute
             case "rename", _:
                 await self._fs.store.engine.barrier()
                 return None

@@ -37,6 +37,7 @@ def names(tx: ReadTransaction, ino: int) -> list[bytes]:
     return [keys.xattr_parts(key)[1] for key, _ in tx.range(*keys.xattrs(ino))]
 
 
+@answers
 @grows
 def put(tx: Transaction, ino: int, name: bytes, value: bytes, flags: int, now: int) -> Inode:
     """setxattr(2); returns the inode. Raises Exists or NoAttribute by ``flags``, ArgumentTooBig,
