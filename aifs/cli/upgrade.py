@@ -57,8 +57,8 @@ def upgrade_command(mountpoint: str, python: str | None) -> Report:
 
 
 def _kept(path: str) -> dict:
-    kept = door.read_status(path)["bridge"].get("kept")
-    if kept is None:
+    kept = door.read_status(path).get("keeper")
+    if not kept:
         raise MountError(
             f"{path}: this mount ends with its daemon; unmount it, and mount it again with "
             "-o kernel.restarts=5"

@@ -5,7 +5,7 @@ Nothing is, unless the edge keeps it (``fuse/kept.py``).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aifs.core.errors import NotSupported
 
@@ -71,6 +71,10 @@ class KeptState:
         """Go on with the AIFS of another interpreter. Raises Invalid; NotSupported if the mount
         ends with its daemon."""
         raise NotSupported("the mount ends with its daemon; set kernel.restarts at the next mount")
+
+    def status(self) -> dict[str, Any]:
+        """For ``aifs status``."""
+        return {}
 
     # --- of a mount that was another daemon's before ---
 

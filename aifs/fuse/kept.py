@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from typing import Any
 
 import aifs
 from aifs.core.errors import Invalid, MountError
@@ -314,8 +315,7 @@ class KeptMount(KeptState):
         self._map[ORDER_AT : ORDER_AT + len(program) + 1] = program + b"\0"
         self._put_head(Head.ORDER, self.head(Head.ORDER) + 1)
 
-    def status(self) -> dict[str, object]:
-        """For ``aifs status``."""
+    def status(self) -> dict[str, Any]:
         finished = self.head(Head.FINISHED)
         return {
             "program": sys.executable,

@@ -18,7 +18,6 @@ import trio
 from aifs.files.kept import KeptState
 from aifs.files.kernel import Kernel
 from aifs.fuse.bridge import UNKNOWN, Bridge, KeptName, MissingPart
-from aifs.fuse.kept import KeptMount
 from aifs.meta import keys
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,6 @@ class KernelCache(Kernel):
             return {}
         return {
             **self._bridge.status(),
-            **({"kept": self.kept.status()} if isinstance(self.kept, KeptMount) else {}),
             "missing": [each._asdict() for each in self._missing],
         }
 

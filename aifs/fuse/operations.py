@@ -180,8 +180,8 @@ class Operations(pyfuse3.Operations):
 
     Called before a handler awaits: ``kill_privileges()``, whether the request has to clear set-id
     bits; ``appends()``, whether it is a write with O_APPEND, or setxattr with XATTR_CREATE;
-    ``last_request()``, its inode, uid and pid. ``note_acl(ino)`` comes before the kernel hears of an inode with an ACL. ``synchronous``: a
-    mount with the option sync.
+    ``last_request()``, its inode, uid and pid. ``note_acl(ino)`` comes before the kernel hears of
+    an inode with an ACL. ``synchronous``: a mount with the option sync.
     """
 
     enable_acl = True

@@ -258,6 +258,7 @@ class MountStatus:
                 "descriptors": files.descriptors(),
             },
             "bridge": edge,
+            "keeper": self._kernel.kept.status(),
         }
         devices = told["burst"]["devices"]
         for part in (*told["servers"], *devices, *map(told.get, _PARTS_THAT_FAIL)):

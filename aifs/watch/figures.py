@@ -57,6 +57,11 @@ bridge:
   > in_use: in use, {passthrough:?with|without} passthrough
   > in_use: it answered {answered:sum} of {requests:sum} requests itself
   > !in_use: not in use; aifs doctor says why
+keeper "daemon" if keeper.mounted_s:
+  restarts counter aifs_daemon_restarts_total: Daemons of the mount that died, and were followed by
+      another one.
+  > : running for {/uptime_s:duration}, mounted {mounted_s:when}
+  > restarts: {restarts:restart}, the last one after {last_death}
 drain if burst.devices:
   files gauge aifs_drain_queue_files: Files that wait to be drained.
   bytes gauge aifs_drain_queue_bytes: Bytes that wait to be drained.
