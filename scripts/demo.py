@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks import caches
 from demonstration.hosts import demonstrate
 from demonstration.job import Ranks, command
+from demonstration.kill import demonstrate as demonstrate_kill
 from demonstration.start import demonstrate as demonstrate_start
 from machines import Failed
 from rich.console import Console
@@ -73,7 +74,14 @@ def main() -> int:
         action="store_true",
         help="a job starts twice: what the first start has read is read ahead for the second one",
     )
+    parser.add_argument(
+        "--kill",
+        action="store_true",
+        help="the daemon is killed each second while a job trains, which sees no error",
+    )
     arguments = parser.parse_args()
+    if arguments.kill and (arguments.hosts or arguments.keep or arguments.start):
+        parser.error("--kill: not with --hosts, --keep or --start")
     if arguments.start and (arguments.hosts or arguments.keep):
         parser.error("--start: not with --hosts or --keep")
     if arguments.hosts and (arguments.keep or not 2 <= arguments.hosts <= MOST_HOSTS):
@@ -92,6 +100,8 @@ def main() -> int:
     work = Path(tempfile.mkdtemp(prefix="aifs-demo-", dir=arguments.dir))
     if arguments.hosts:
         return apart(work, demonstrate, work, arguments.hosts, arguments.size, console)
+    if arguments.kill:
+        return apart(work, demonstrate_kill, work, console)
     if arguments.start:
         return apart(work, demonstrate_start, work, arguments.size // START_SHARE, console)
     demo = Demo(work, arguments.size)

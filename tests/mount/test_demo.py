@@ -64,6 +64,22 @@ def test_a_job_starts_twice(scratch: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_job_trains_while_daemons_are_killed(scratch: Path) -> None:
+    pytest.importorskip("torch")
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/demo.py", "--kill", "--dir", scratch],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=5 * TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The training has seen no error" in done.stdout
+    assert "fsck: 0 findings" in done.stdout
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.long
 def test_hosts_save_and_load_and_one_of_them_dies(
     demo: "subprocess.Popen[str]", scratch: Path
 ) -> None:
