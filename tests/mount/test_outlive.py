@@ -4,6 +4,8 @@ import errno
 import json
 import mmap
 import os
+import random
+import re
 import select
 import shutil
 import signal
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ from aifs.core import mountinfo
 from aifs.fuse.kept import HEAD_AT, Head
 from aifs.store.owner import read_owner
 from tests.support.mounts import TIMEOUT_S, Mounted, aifs, mounted_store
-from tests.support.outcomes import exchange
+from tests.support.outcomes import PROGRAMS, exchange
 
 KEPT = "kernel.restarts=5"
 
@@ -118,10 +121,23 @@ def test_programs_go_on_with_their_files(kept: Mounted) -> None:
     assert found[:2] == b"m1" and found[4096:4099] == b"MMM" and len(found) == 8192
 
 
+def test_a_virtual_file_is_not_taken_for_an_earlier_one(kept: Mounted) -> None:
+    for name in ("one", "two"):
+        (kept.path / name).mkdir()
+        (kept.path / name / name).write_text(name)
+    before = (kept.path / "one" / ".aifs-data" / "files.tar").read_bytes()
+    kill(kept)
+    after = (kept.path / "two" / ".aifs-data" / "files.tar").read_bytes()
+    assert b"one" in before and b"two" in after and b"one" not in after
+
+
 def test_what_it_says_of_itself(kept: Mounted) -> None:
     kill(kept)
-    told = json.loads(os.getxattr(kept.path, "user.aifs.status"))["bridge"]["kept"]
+    told = json.loads(os.getxattr(kept.path, "user.aifs.status"))["keeper"]
     assert told["restarts"] == 1 and told["last_death"] == "signal 9"
+    assert re.search(
+        r"daemon .*; 1 restart, the last one after signal 9", aifs("status", kept.path).stdout
+    )
     assert [pid for pid in keepers(kept) if pid] and len(keepers(kept)) == 1
 
 
@@ -205,6 +221,14 @@ REQUESTS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "exchange": ("rename", _exchanged),
     "setattr": ("setattr", _set),
     "setxattr": ("setxattr", lambda top: os.setxattr(top / "old", "user.b", b"1")),
+    "setxattr of a new name": (
+        "setxattr",
+        lambda top: os.setxattr(top / "old", "user.b", b"1", os.XATTR_CREATE),
+    ),
+    "setxattr of a name that is there": (
+        "setxattr",
+        lambda top: os.setxattr(top / "old", "user.a", b"1", os.XATTR_REPLACE),
+    ),
     "removexattr": ("removexattr", _removed_attribute),
     "open to read": ("open", lambda top: _open(top, os.O_RDONLY)),
     "open to write": ("open", lambda top: _open(top, os.O_RDWR)),
@@ -303,7 +327,7 @@ def test_another_version_goes_on(kept: Mounted, scratch: Path) -> None:
     assert os.pread(file, 10, 0) == b"before"
     os.close(file)
     kill(kept)
-    told = json.loads(os.getxattr(kept.path, "user.aifs.status"))["bridge"]["kept"]
+    told = json.loads(os.getxattr(kept.path, "user.aifs.status"))["keeper"]
     assert told["version"] == "9.9" and told["program"] == sys.executable
 
 
@@ -335,6 +359,28 @@ def test_a_version_that_fails_leaves_the_mount_to_the_one_before(
     os.close(file)
 
 
+def test_it_ends_with_its_daemon_where_no_request_is_sent_again(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = scratch / "now"
+    monkeypatch.setenv("KILL_AT", f"before:unlink:{now}")
+    monkeypatch.setenv("WITHOUT_RESEND", "1")
+    with mounted_store(scratch, (KEPT,), mount=False) as store:
+        store.expected += [r"the mount ends"]
+        store.module = "tests.support.killed_mount"
+        store.mount()
+        (store.path / "a").write_bytes(b"a")
+        now.touch()
+        with pytest.raises(OSError) as raised:
+            (store.path / "a").unlink()
+        assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+        store.wait_for_end()
+        subprocess.run(["umount", "-l", store.path], check=True, timeout=TIMEOUT_S)
+        now.unlink()
+        store.mount()
+        assert (store.path / "a").read_bytes() == b"a"
+
+
 def test_without_its_keeper_it_goes_on_and_ends_with_the_daemon(kept: Mounted) -> None:
     (keeper,) = keepers(kept)
     os.kill(keeper, signal.SIGKILL)
@@ -361,13 +407,102 @@ def test_a_signal_ends_it_in_order(kept: Mounted) -> None:
     assert not keepers(kept)
 
 
-@pytest.mark.long
-def test_programs_in_a_storm_of_kills(kept: Mounted, scratch: Path) -> None:
-    stop = scratch / "stop"
-    command = [sys.executable, "-m", "tests.support.outcomes", str(kept.path)]
-    programs = [subprocess.Popen([*command, str(seed), str(stop)]) for seed in range(3)]
-    for _ in range(100):
-        kill(kept)
-        assert all(program.poll() is None for program in programs)
-    stop.touch()
-    assert [program.wait(TIMEOUT_S) for program in programs] == [0, 0, 0]
+def _storm(store: Mounted, scratch: Path, kills: int) -> None:
+    """Programs of all kinds, and their daemon is killed at random moments, some before it
+    serves."""
+    stop, rng = scratch / "stop", random.Random(kills)
+    command = [sys.executable, "-m", "tests.support.outcomes"]
+    programs = {
+        name: subprocess.Popen(
+            [*command, name, str(store.path / name), str(stop)], stdout=subprocess.PIPE, text=True
+        )
+        for name in PROGRAMS
+    }
+    try:
+        for _ in range(kills):
+            time.sleep(rng.uniform(0, 0.4))  # a moment that nothing else decides
+            store.kill_only()
+            if rng.random() < 0.2:
+                _kill_next(store)
+            store.adopt()
+            ended = [name for name, program in programs.items() if program.poll() is not None]
+            assert not ended
+        stop.touch()
+        rounds = {name: program.communicate(timeout=600)[0] for name, program in programs.items()}
+    finally:
+        for program in programs.values():
+            program.kill()
+            program.wait()
+    assert all(not program.returncode for program in programs.values()), rounds
+    told = json.loads(os.getxattr(store.path, "user.aifs.status"))["keeper"]
+    assert told["restarts"] >= kills
+
+
+def _kill_next(store: Mounted) -> None:
+    """The next daemon, when it has the store."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while (pid := daemon_of(store)) in (0, store.pid) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "kills", [pytest.param(10, marks=pytest.mark.sweep), pytest.param(100, marks=pytest.mark.long)]
+)
+def test_programs_in_a_storm_of_kills(kills: int, scratch: Path) -> None:
+    with mounted_store(scratch, (KEPT, "data.movers=1", "burst.drain_delay=0s")) as store:
+        _storm(store, scratch, kills)
+
+
+POINTS = (
+    "meta.journal.before_append",
+    "meta.journal.after_append",
+    "meta.journal.before_sync",
+    "meta.journal.after_sync",
+    "meta.commit.before",
+    "meta.commit.after_lmdb",
+    "meta.commit.frozen",
+    "meta.commit.after_cut",
+    "vfs.burst.entered",
+    "vfs.burst.synced",
+    "vfs.collect.erased",
+    "vfs.collect.deleted",
+    "data.append.synced",
+    "vfs.drain.copied",
+    "vfs.drain.flipped",
+    "vfs.doomed.removed",
+    "vfs.doomed.emptied",
+    "vfs.publish.durable",
+    "vfs.publish.shown",
+)
+"""Those that the programs reach."""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("point", POINTS)
+def test_a_daemon_dies_at_a_point(
+    point: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, stop = scratch / "now", scratch / "stop"
+    monkeypatch.setenv("DIE_AT", f"{point}:{now}")
+    options = (KEPT, "burst.drain_delay=0s", "meta.commit_interval=100ms")
+    with mounted_store(scratch, options, mount=False) as store:
+        store.module = "tests.support.dying_mount"
+        store.mount()
+        now.touch()
+        command = [sys.executable, "-m", "tests.support.outcomes"]
+        programs = [
+            subprocess.Popen(
+                [*command, name, str(store.path / name), str(stop)], stdout=subprocess.DEVNULL
+            )
+            for name in ("mixed", "torch", "sqlite")
+        ]
+        try:
+            store.follow()
+            stop.touch()
+            assert [program.wait(TIMEOUT_S) for program in programs] == [0, 0, 0]
+        finally:
+            for program in programs:
+                program.kill()
+                program.wait()

@@ -3,7 +3,8 @@ when it has been done and the kernel has no answer yet.
 
 KILL_AT=before|after:OPERATION:FILE python -m tests.support.killed_mount mount SOURCE MOUNTPOINT
 
-Nothing happens before FILE exists. The daemons that go on with the mount do not die.
+Nothing happens before FILE exists. The daemons that go on with the mount do not die. With
+WITHOUT_RESEND in the environment the kernel sends nothing again, as far as the daemon can tell.
 """
 
 import functools
@@ -13,6 +14,7 @@ import sys
 from typing import Any
 
 from aifs.cli.main import main
+from aifs.fuse.bridge import Bridge
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.operations import Operations
 
@@ -37,5 +39,7 @@ def _dying(handler: Any, when: str, file: str) -> Any:
 if __name__ == "__main__":
     when, operation, file = os.environ["KILL_AT"].split(":")
     kind: Any = Operations if hasattr(Operations, operation) else HandedOver
+    if "WITHOUT_RESEND" in os.environ:
+        Bridge.can_be_kept = False  # type: ignore[assignment,method-assign]
     setattr(kind, operation, _dying(getattr(kind, operation), when, file))
     sys.exit(main())

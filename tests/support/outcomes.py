@@ -1,7 +1,7 @@
-"""A program for a mount: operations of which each has one right outcome, again and again.
+"""Programs for a mount: rounds of operations of which each has one right outcome.
 
-python -m tests.support.outcomes MOUNTPOINT SEED FILE: until FILE exists; exit code 1 at the first
-outcome that is wrong, and at any error.
+python -m tests.support.outcomes PROGRAM DIRECTORY FILE: rounds until FILE exists, one at least, in
+a new directory; prints how many. Exit code 1 at the first outcome that is wrong, and at any error.
 """
 
 import ctypes
@@ -9,8 +9,14 @@ import itertools
 import mmap
 import os
 import random
+import shutil
+import sqlite3
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from aifs.client import checkpoint
 
 _EXCHANGE, _HERE = 2, -100
 
@@ -116,7 +122,7 @@ def _replace(path: Path, rng: random.Random) -> None:
     assert kept.name in os.listdir(path.parent)
 
 
-_PROGRAMS = (
+_OPERATIONS = (
     _create_and_remove,
     _directories,
     _links,
@@ -127,14 +133,145 @@ _PROGRAMS = (
     _replace,
 )
 
+Rounds = Iterator[None]
 
-def main(mountpoint: str, seed: str, until: str) -> None:
-    rng, top = random.Random(seed), Path(mountpoint, f"program{seed}")
-    top.mkdir()
+
+def _mixed(top: Path) -> Rounds:
+    rng = random.Random(str(top))
     for number in itertools.count():
+        for part in range(8):
+            rng.choice(_OPERATIONS)(top / f"file{number}-{part}", rng)
+        yield
+
+
+def _run(*command: str | Path, cwd: Path | None = None) -> str:
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=cwd).stdout
+
+
+def _git(top: Path) -> Rounds:
+    work, identity = top / "work", ("-c", "user.name=a", "-c", "user.email=a@b")
+    _run("git", "init", "-q", work)
+    for number in itertools.count():
+        for file in range(8):
+            (work / f"file{file}").write_text(f"round {number}\n" * (file + 1))
+        _run("git", "add", ".", cwd=work)
+        _run("git", *identity, "commit", "-q", "-m", str(number), cwd=work)
+        _run("git", "clone", "-q", "--no-hardlinks", work, top / "clone")
+        _run("git", "gc", "-q", cwd=work)
+        for place in (work, top / "clone"):
+            _run("git", "fsck", "--strict", "--no-progress", cwd=place)
+            assert _run("git", "rev-list", "--count", "HEAD", cwd=place) == f"{number + 1}\n"
+            assert _run("git", "status", "--porcelain", cwd=place) == ""
+        shutil.rmtree(top / "clone")
+        yield
+
+
+def _sqlite(top: Path) -> Rounds:
+    """Journals of both kinds."""
+    for number in itertools.count():
+        base = sqlite3.connect(top / f"base{number}", isolation_level=None)
+        base.execute(f"pragma journal_mode = {('wal', 'delete')[number % 2]}")
+        base.execute("create table account (number integer primary key, amount)")
+        base.executemany("insert into account values (?, 100)", ((each,) for each in range(10)))
+        base.execute("create table done (number)")
+        for each in range(20):
+            base.execute("begin immediate")
+            base.execute("update account set amount = amount - 1 where number = ?", (each % 10,))
+            base.execute("update account set amount = amount + 1 where number = ?", (each % 7,))
+            base.execute("insert into done values (?)", (each,))
+            base.execute("commit")
+            assert base.execute("select sum(amount) from account").fetchone() == (1000,)
+            assert base.execute("select count(*) from done").fetchone() == (each + 1,)
+        assert base.execute("pragma integrity_check").fetchall() == [("ok",)]
+        base.close()
+        yield
+
+
+def _torch(top: Path) -> Rounds:
+    """A training loop whose checkpoints are published, and go when there are newer ones."""
+    import torch
+
+    model = torch.nn.Linear(600, 600)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in itertools.count(1):
+        model(torch.randn(8, 600)).square().mean().backward()
+        optimizer.step()
+        with checkpoint(top / f"step-{step}", keep="last=3") as directory:
+            torch.save(model.state_dict(), directory / "model.pt")
+        found = torch.load(top / "latest" / "model.pt")
+        for name, value in model.state_dict().items():
+            assert torch.equal(found[name], value)
+        yield
+
+
+def _tar(top: Path) -> Rounds:
+    tree, copy = top / "tree", top / "copy"
+    for number in range(200):
+        path = tree / f"dir{number % 10}" / f"file{number}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(number * 37))
+    while True:
+        copy.mkdir()
+        _run("sh", "-c", f"tar -C {tree} -cf - . | tar -C {copy} -xf -")
+        found = _run("find", copy, "-type", "f").splitlines()
+        assert len(found) == len({*found}) == 200
+        _run("diff", "-r", tree, copy)
+        shutil.rmtree(copy)
+        yield
+
+
+def _fio(top: Path) -> Rounds:
+    for number in itertools.count():
+        engine = ("psync", "mmap")[number % 2]
+        _run(
+            *("fio", "--name=job", f"--directory={top}", "--rw=randwrite", "--bs=4k", "--size=4m"),
+            *(
+                "--verify=crc32c",
+                "--verify_fatal=1",
+                f"--ioengine={engine}",
+                "--fsync=100",
+                "--verify_state_save=0",
+            ),
+        )
+        yield
+
+
+def _mapped(top: Path) -> Rounds:
+    """One mapping for all of the time, of a file that is closed."""
+    size = 1 << 20
+    fd = os.open(top / "mapped", os.O_CREAT | os.O_RDWR)
+    os.ftruncate(fd, size)
+    mapping = mmap.mmap(fd, size)
+    os.close(fd)
+    rng, wanted = random.Random(1), bytearray(size)
+    for number in itertools.count():
+        for _ in range(50):
+            at = rng.randrange(size - 8)
+            mapping[at : at + 8] = wanted[at : at + 8] = number.to_bytes(8, "big")
+        assert (top / "mapped").read_bytes() == wanted
+        if number % 10 == 0:
+            mapping.flush()
+        yield
+
+
+PROGRAMS: dict[str, Callable[[Path], Rounds]] = {
+    "mixed": _mixed,
+    "git": _git,
+    "sqlite": _sqlite,
+    "torch": _torch,
+    "tar": _tar,
+    "fio": _fio,
+    "mapped": _mapped,
+}
+
+
+def main(program: str, directory: str, until: str) -> None:
+    top = Path(directory)
+    top.mkdir()
+    for count, _ in enumerate(PROGRAMS[program](top), 1):
         if os.path.exists(until):
+            print(count)
             return
-        rng.choice(_PROGRAMS)(top / f"file{number}", rng)
 
 
 if __name__ == "__main__":
