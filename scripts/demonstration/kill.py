@@ -1,5 +1,5 @@
 """scripts/demo --kill: a training loop saves checkpoints while the daemon of its mount is killed
-each second. The mount outlives its daemons, and the loop sees no error."""
+each second that it serves. The mount outlives its daemons, and the loop sees no error."""
 
 import json
 import os
@@ -45,8 +45,8 @@ def demonstrate(work: Path, console: Console) -> None:
     training = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         for number in range(1, KILLS + 1):
+            pid = json.loads(os.getxattr(path, "user.aifs.status"))["pid"]  # when it serves
             time.sleep(1)
-            pid = json.loads(os.getxattr(path, "user.aifs.status"))["pid"]
             os.kill(pid, signal.SIGKILL)
             console.print(f"kill -9 {pid}: daemon {number} of the mount")
         stop.touch()
@@ -57,10 +57,11 @@ def demonstrate(work: Path, console: Console) -> None:
         console.print(
             f"The training has seen no error. It has saved {len(steps)} checkpoints, and loaded "
             f"each of them as it was saved. A step took {statistics.median(steps):.2f} s, and "
-            f"{max(steps):.2f} s at most."
+            f"{max(steps):.2f} s at most.",
+            soft_wrap=True,
         )
         _aifs("umount", path)
-        console.print(f"fsck: {_aifs('fsck', source).strip().splitlines()[-1]}")
+        console.print(f"fsck: {_aifs('fsck', source).strip().splitlines()[-1]}", soft_wrap=True)
     finally:
         training.kill()
         subprocess.run(["umount", "-l", path], check=False, capture_output=True)
