@@ -248,7 +248,7 @@ class FollowedEpoch:
         return need
 
     def _is_settled(self, epoch: Epoch, need: FileNeed, most: int) -> bool:
-        """Whether nothing has, or is able, to be done. A half read file would be fetched twice."""
+        """Whether nothing has to be done, or can be. A half read file would be fetched twice."""
         is_past = need.first + need.last <= 2 * self.row or need.file in self._kept
         return is_past or not self._inos[need.file] or epoch.index.sizes[need.file] > most
 

@@ -121,8 +121,8 @@ class Hedges:
         return len(data)
 
     async def _judge(self, block: Block, column: int, taken_s: float) -> None:
-        """Note a hedge's duration: if its own server takes as long again, or its usual time, it is
-        late; under load all do."""
+        """Note how long a hedge took. The block's own server has as long again, or its usual time,
+        because under load all are slow; then it is late."""
         latency = self._columns.server(column).latency
         await trio.sleep(
             max(taken_s, min(self._servers.hedging.usual_s([latency], block.size), _GRACE_S))

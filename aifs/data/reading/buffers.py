@@ -119,8 +119,8 @@ def scatter(source: memoryview, parts: Sequence[memoryview]) -> None:
 
 
 def is_equal(first: memoryview, second: memoryview) -> bool:
-    """Whether two writable views of one length are equal; faster than memoryviews, without the
-    lock."""
+    """Whether two writable views of one length are equal; faster than comparing memoryviews, and
+    other threads run meanwhile."""
     return not first or not _memcmp(_address(first), _address(second), len(first))
 
 
