@@ -14,6 +14,7 @@ from aifs.core.errors import Unavailable
 from aifs.files.kernel import Kernel
 from aifs.files.types import ROOT as ROOT_USER
 from aifs.meta import keys
+from aifs.meta.kv import Transaction
 from aifs.meta.records import APPEND_ONLY, Inode
 from aifs.vfs import Filesystem
 from tests.support import modes, stores
@@ -120,14 +121,16 @@ async def test_renames_that_arrive_during_a_barrier_share_the_next_one(fs: Files
     async def rename(number: int) -> None:
         await fs.rename(ROOT, b"%d" % number, ROOT, b"final%d" % number)
 
+    def all_renamed(tx: Transaction) -> bool:
+        return all(tx.get(keys.dentry(ROOT, b"final%d" % number)) for number in range(1, MANY))
+
     with hooked(wait):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(rename, 0)
             await trio.to_thread.run_sync(first.wait)
-            before = fs.store.engine.seq
             for number in range(1, MANY):
                 nursery.start_soon(rename, number)
-            while fs.store.engine.seq < before + MANY - 1:  # all have their names
+            while not await fs.store.engine.view(all_renamed):
                 await trio.lowlevel.checkpoint()
             go_on.set()
     assert len(syncs) == 2
