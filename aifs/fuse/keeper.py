@@ -85,6 +85,8 @@ class Keeper:
         """The daemon that runs."""
         self.is_child = False
         """Whether that was started here."""
+        self.dying: list[int] = []
+        """Daemons that have not left the kernel yet."""
         self.served = 0
         """The daemons that had served when the one that runs was started."""
         self.waiting, self.turn = 0, -1
@@ -139,11 +141,14 @@ class Keeper:
         """As waitpid(2) says it, of the daemon that has ended, or will have."""
         if self.is_child:
             found, status = os.waitpid(self.pid, os.WNOHANG)
-            return status if found else signal.SIGKILL
+            if found:
+                return status
+            self.dying.append(self.pid)
         return signal.SIGKILL
 
     def look(self, daemon: int) -> float:
         """What is due while a daemon runs; seconds until the next look."""
+        self.dying = [pid for pid in self.dying if not os.waitpid(pid, os.WNOHANG)[0]]
         serves, is_late = self.serves(), time.monotonic() - self.since_s > TRIAL_S
         if self.tried:
             if is_late and not serves:
