@@ -121,8 +121,7 @@ async def test_some_thousand_files_make_a_few_objects(fs: Filesystem) -> None:
 async def test_space_of_emptied_files_comes_back_though_their_container_is_open(fs):
     inos = [await write_file(fs, b"%d" % number, bytes([number]) * 5000) for number in range(5)]
     await moved_out(fs, *inos)
-    (container,) = await numbers(fs, b"t")
-    assert await numbers(fs, b"a") == [container], "it is open"
+    (container,) = await numbers(fs, b"a")  # it is open
     for number in range(4):
         await rewrite(fs, inos[number], b"")
     await fs.collector.drain()
