@@ -68,7 +68,8 @@ MAY_SET = {
     "start": WRITER,
     "order": READER,
     "fence": ADMIN,
-    "config": ADMIN,  # and who has mounted
+    "config": ADMIN,  # and the user that has mounted
+    "upgrade": ADMIN,  # the same
     "scrub": ADMIN,
     "atime": ADMIN,
     "backup": ADMIN,
