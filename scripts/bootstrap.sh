@@ -27,7 +27,7 @@ bootstrap() {
     for stamp in "$venv"/installed-*; do  # what was installed with more dependencies will do
         if [[ ,${stamp#"$venv/installed-"}, == *",$extra,"* ]] && build_input | cmp -s - "$stamp"; then return; fi
     done
-    echo "installing aifs[$extra] into .venv" >&2
+    echo "installing aifs-fuse[$extra] into .venv" >&2
     # Python compiles what is imported, which of torch is a small part.
     "$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile --editable "$root[$extra]"
     build_input >"$venv/installed-$extra"

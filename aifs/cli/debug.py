@@ -282,7 +282,7 @@ def _hint(mountpoint: str, name: str) -> str:
 
 
 def _about() -> dict[str, Any]:
-    packages = ("aifs", "pyfuse3", "trio", "lmdb", "pydantic", "h11", "zstandard", "psycopg")
+    packages = ("aifs-fuse", "pyfuse3", "trio", "lmdb", "pydantic", "h11", "zstandard", "psycopg")
     versions = {}
     for name in packages:
         try:

@@ -134,7 +134,7 @@ class _Commands(CommandGroup):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
-@click.version_option(aifs.__version__, message="aifs %(version)s")
+@click.version_option(aifs.__version__, message=f"aifs %(version)s {aifs.COMMIT}".rstrip())
 def cli() -> None:
     """AIFS: a POSIX filesystem striped over data servers."""
 

@@ -1,5 +1,5 @@
-"""What ``pip install aifs`` has to install: the client runs with the base requirements alone, and
-without a compiler.
+"""What ``pip install aifs-fuse`` has to install: the client runs with the base requirements alone,
+and without a compiler.
 """
 
 import ast
@@ -85,12 +85,14 @@ def test_the_client_imports_what_is_always_installed() -> None:
 
 @pytest.mark.sweep
 def test_nothing_says_to_install_a_package_of_our_name_that_is_not_ours() -> None:
-    """AIFS is installed from a checkout; the index has something else under its name."""
+    """AIFS is installed from a checkout, or from files beside it; the index has something else
+    under the name of the command."""
     documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").glob("*")]
     for path in (*MODULES.values(), *filter(Path.is_file, documents)):
         text = re.sub(r"\s+", " ", path.read_text())
-        assert not re.search(r"pip install (?:-\S+ )*['\"]?aifs\b", text), path
-        assert not re.search(r"pip install[^.:;]* aifs\b(?!\.)", text), path
+        for command in re.findall(r"pip install(?: -\S+| dist)* ['\"]?aifs\b\S*", text):
+            assert "--no-index" in command and "aifs-fuse" in command, path
+        assert not re.search(r"pip install[^.:;]* aifs\b(?![.-])", text), path
 
 
 def test_the_command_knows_what_the_daemon_needs() -> None:
