@@ -37,6 +37,8 @@ FORMAT = 1
 """A daemon goes on with a mount only if it has this format of the file."""
 
 _WORD, _SLOT, _PAGE = 8, 4, 4096
+_put_rest = struct.Struct("=QQQ").pack_into
+"""Writes a slot without its first word."""
 _KEPT = struct.Struct("=QI252xQQIi")  # granted, size of INIT; unique, ino, opens, backing
 _LENT = struct.Struct("=Q24xIi8x")  # ino, opens, backing
 _LENT_AT, _LENT_COUNT = _PAGE, 16384
@@ -144,7 +146,7 @@ class KeptMount(KeptState):
 
     # --- slots ---
 
-    def _put(self, key: int, *rest: int) -> None:
+    def _put(self, key: int, one: int, two: int, three: int) -> None:
         place = self._slots.get(key)
         if place is None:
             if self._free:
@@ -155,15 +157,13 @@ class KeptMount(KeptState):
                     return  # a program that has it open gets EBADF after a restart
                 self._put_head(Head.USED, place + 1)
             self._slots[key] = place
-        self._fill(_SLOTS_AT // _WORD + place * _SLOT, key, *rest)
+        self._fill(_SLOTS_AT // _WORD + place * _SLOT, key, one, two, three)
 
-    def _fill(self, at: int, key: int, *rest: int) -> None:
+    def _fill(self, at: int, key: int, one: int, two: int, three: int) -> None:
         words = self._words
         words[at] = 0
-        for word in rest:
-            at += 1
-            words[at] = word
-        words[at - len(rest)] = key
+        _put_rest(self._map, _WORD * at + _WORD, one, two, three)
+        words[at] = key
 
     def _erase(self, key: int) -> None:
         place = self._slots.pop(key, None)
