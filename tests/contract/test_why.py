@@ -118,7 +118,14 @@ async def test_who_waits_for_ranks_is_told_which(fs: Filesystem) -> None:
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.store({"layout.inline_limit": 0, "burst.drain_delay": "0s", "data.movers": 0})
+@pytest.mark.store(
+    {
+        "layout.inline_limit": 0,
+        "layout.unit": "64KiB",  # it has bytes on each server
+        "burst.drain_delay": "0s",
+        "data.movers": 0,
+    }
+)
 async def test_drains_are_told_to_who_may_read_the_file(fs: Filesystem) -> None:
     bad = fs.store.servers[0]
     with hanging(bad.address) as hang:
