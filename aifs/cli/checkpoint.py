@@ -96,7 +96,7 @@ def plan_command(
     from aifs.client.torch.load_plan import plan_load
 
     # First of all, because files that are looked into may be brought into the burst tier.
-    before = {file: _place(file) for path in paths for file in walk(os.path.realpath(path))}
+    before = {file: _place(file) for path in paths for file, _ in walk(os.path.realpath(path))}
     try:
         found = plan_load(paths, ranks or len(paths), hosts, together=together, sharded=sharded)
     except ValueError as error:

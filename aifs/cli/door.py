@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -207,28 +207,56 @@ _INOS_AT_ONCE = 700
 """Of 20 digits each they fit into an argument of the ioctl."""
 
 
-def call_for(paths: Sequence[str], name: str) -> Iterator[dict[str, Any]]:
-    """Answers of the hint *name* for files and directories, many at a time. Raises MountError,
-    OSError with the mount's reason."""
-    inos = dict[int, tuple[str, list[int]]]()  # by device, and one of the paths
-    for path, found in zip(paths, require_files(paths), strict=True):
-        inos.setdefault(found.device, (path, []))[1].append(found.ino)
-    for path, some in inos.values():
-        above = path if os.path.isdir(path) else os.path.dirname(path)
+class FileId(NamedTuple):
+    device: int
+    ino: int
+
+
+class Batch(NamedTuple):
+    """Files and directories of one mount."""
+
+    path: str
+    """Of one of them."""
+    inos: list[int]
+
+    def call(self, name: str, **fields: Any) -> dict[str, Any]:
+        """The answer of the hint *name* for all of them. Raises OSError with the mount's reason."""
+        above = self.path if os.path.isdir(self.path) else os.path.dirname(self.path)
         fd = os.open(above or ".", os.O_RDONLY | os.O_DIRECTORY)
         try:
-            for first in range(0, len(some), _INOS_AT_ONCE):
-                yield ioctl.call(fd, name, path, inos=some[first : first + _INOS_AT_ONCE])
+            return ioctl.call(fd, name, self.path, inos=self.inos, **fields)
         finally:
             os.close(fd)
+
+
+def batches(
+    files: Iterable[tuple[str, FileId]], most: Callable[[], int] = lambda: _INOS_AT_ONCE
+) -> Iterator[Batch]:
+    """These, so many at a time."""
+    waiting = dict[int, Batch]()  # by device
+    for path, (device, ino) in files:
+        batch = waiting.setdefault(device, Batch(path, []))
+        batch.inos.append(ino)
+        if len(batch.inos) >= most():
+            yield waiting.pop(device)
+    yield from waiting.values()
 
 
 # --- files below ----------------------------------------------------------------------------------
 
 
-class FileId(NamedTuple):
-    device: int
-    ino: int
+def named(paths: Sequence[str]) -> Iterator[tuple[str, FileId]]:
+    """Raises as ``require_files``."""
+    return zip(paths, require_files(paths), strict=True)
+
+
+def files_below(paths: Sequence[str]) -> Iterator[tuple[str, FileId]]:
+    """These and those below, as ``walk`` finds them. Raises as ``require_files``."""
+    for path, (device, ino) in named(paths):
+        if os.path.isdir(path):
+            yield from ((below, FileId(device, it)) for below, it in walk(path))
+        else:
+            yield path, FileId(device, ino)
 
 
 def require_files(paths: Sequence[str]) -> list[FileId]:
@@ -262,27 +290,28 @@ def _siblings(paths: Iterable[str]) -> dict[str, FileId]:
     return found
 
 
-def walk(path: str, directories: bool = False) -> Iterator[str]:
+def walk(path: str, directories: bool = False) -> Iterator[tuple[str, int]]:
     """``path`` if it is a regular file, else those below, in the directory's order; maybe
-    directories. Symlinks, other mounts and vanishing files are left out. Raises OSError."""
-    if not os.path.isdir(path):
-        yield path
+    directories; and their inode numbers. Symlinks, other mounts and vanishing files are left out.
+    Raises OSError."""
+    top = os.stat(path)
+    if not stat.S_ISDIR(top.st_mode):
+        yield path, top.st_ino
         return
-    device = os.stat(path).st_dev
-    waiting = [path]
+    waiting = [(path, top.st_ino)]
     while waiting:
         directory = waiting.pop()
         if directories:
             yield directory
         try:
-            entries = list(os.scandir(directory))
+            entries = list(os.scandir(directory[0]))
         except FileNotFoundError:
             continue
         for entry in entries:
             if entry.is_file(follow_symlinks=False):
-                yield entry.path
+                yield entry.path, entry.inode()
             elif (
                 entry.is_dir(follow_symlinks=False)
-                and entry.stat(follow_symlinks=False).st_dev == device
+                and entry.stat(follow_symlinks=False).st_dev == top.st_dev
             ):
-                waiting.append(entry.path)
+                waiting.append((entry.path, entry.inode()))

@@ -2,9 +2,11 @@
 
 import errno
 import os
+import queue
+import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,9 +14,9 @@ import click
 
 from aifs.cli import door
 from aifs.cli.command import DURATION, PATH, SIZE, Column, Report, Table, command, number
-from aifs.cli.door import require_files, walk
+from aifs.cli.door import require_files
 from aifs.cli.output import count, print_error, progress, rate, size
-from aifs.core.errors import StoreError, TimeoutReached
+from aifs.core.errors import TimeoutReached
 from aifs.core.units import format_duration
 
 _PATHS = click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
@@ -135,17 +137,32 @@ def drain(paths: Sequence[str], timeout_s: float | None) -> Left:
 
 # --- warm -----------------------------------------------------------------------------------------
 
-PARALLEL = 64
-"""Files that are being staged, or wait for it, at a time: the oldest is done, as a rule, when it is
-asked about.
-"""
+_CALLS = 4
+"""Under way at a time."""
 
-_PAUSE_MIN_S, _PAUSE_MAX_S = 0.002, 0.1
-_NO_ROOM = "no room in the burst tier, or changed meanwhile"
-_NO_BLOCKS = (
-    "no room in the burst tier, changed, written to in place, or on data servers that are as near"
-)
-_EVICTED = "evicted again: the burst tier has no room for all"
+_NAMES_MAX = 256
+"""Of files in a call."""
+
+_SOON_S, _LATE_S = 0.1, 1.0
+"""A call that takes less is followed by one of more files, and of fewer if it takes longer: how far
+all is is told after each."""
+
+_PAUSE_S = 0.01
+
+_NO_FAULT = {
+    "near": "on data servers that are as near as the burst tier, and need no staging",
+    "limit": "left out by the limit",
+}
+_NOT_STAGED = {
+    "owner": "only the owner and root may",
+    "off": "burst.blocks is off",
+    "capacity": "user.aifs.tier keeps them on the data servers",
+    "room": (
+        "no room in the burst tier, changed meanwhile, written to in place, or not told by the "
+        "data servers"
+    ),
+    "again": "evicted again: the burst tier has no room for all",
+}
 
 _STAGES = (
     Column("files there", "files_there", number),
@@ -173,16 +190,15 @@ def warm_command(paths: tuple[str, ...], check: bool, limit: int | None) -> Repo
     """Stage the files PATH, and all below the directories PATH: read them from the data servers
     into blocks in the burst tier, so that programs read them at the local disk's speed.
 
-    What does not fit, or can be in no blocks, stays where it is, with exit code 1. Blocks may be
-    evicted when room is needed; aifs pin keeps files.
+    What does not fit, or can be in no blocks, stays where it is, with exit code 1; data servers
+    that are as near as the burst tier need no blocks. Blocks may be evicted when room is needed;
+    aifs pin keeps files.
     """
     require_files(paths)
     if check:
         states = {path: door.read(path, "state") for path in paths}
         return Report(states, Table(_STAGES, [_stage_of(*each) for each in states.items()]))
-    total = sum(door.read(path, "state")["bytes"]["clean"] for path in paths)
-    staged = stage((file for path in paths for file in walk(path)), total, limit)
-    return staged.report("staged")
+    return stage(paths, "staged", limit)
 
 
 def _stage_of(path: str, state: dict[str, Any]) -> dict[str, Any]:
@@ -198,113 +214,122 @@ def _stage_of(path: str, state: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class Staged:
-    """How many files were staged, were there, were refused and why, or exceeded the limit."""
+class Moves:
+    """Files that calls have brought or dropped."""
 
     files: int = 0
-    """Those that are in the burst tier at the end."""
     bytes: int = 0
     there: int = 0
-    over_limit: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
+    kept: Counter[str] = field(default_factory=Counter)
+    """By reason, how many stay where they were."""
 
-    def report(self, done: str) -> Report:
-        """Exit code 1 if files are not in the burst tier."""
-        for reason, files in self.refused.items():
-            print_error(f"{count(files, 'file')} not staged: {reason}")
-        lines = [f"{done} {count(self.files, 'file')}, {size(self.bytes)}"]
-        lines[0] += f"; there already: {self.there}"
-        if self.over_limit:
-            lines.append(f"left out by the limit: {count(self.over_limit, 'file')}")
-        return Report(vars(self), *lines, code=1 if self.refused else 0)
+    def add(self, answer: dict[str, Any]) -> None:
+        self.files += answer["files"]
+        self.bytes += answer["bytes"]
+        self.there += answer.get("there", 0)
+        self.kept.update(answer["kept"])
 
 
-def stage(
-    files: Iterable[str], total: int, limit: int | None = None, is_pinned: bool = False
-) -> Staged:
-    """Stage ``files``, several at a time, with a progress bar up to ``total`` bytes;
-    ``is_pinned``: blocks of them do not do. Raises StoreError, OSError.
+def stage(paths: Sequence[str], done: str, limit: int | None = None) -> Report:
+    """Stage the files, and all below, with a progress bar; the report begins with ``done``. Exit
+    code 1 if files are not in the burst tier that should be. Raises OSError.
     """
-    if limit is not None:
-        total = min(total, limit)
-    staged, running, asked_for = Staged(), deque[tuple[str, int]](), 0
-    done: list[tuple[str, int]] = []
+    total = sum(
+        door.read(path, "state")["bytes"]["clean"] if os.path.isdir(path) else os.path.getsize(path)
+        for path in paths
+    )
+    moved, now = Moves(), Moves()
     with progress("staging") as show:
-        for path in files:
-            state = _state(path)
-            if state is None:
-                continue
-            bytes_ = sum(state["bytes"].values())
-            if _is_there(state, is_pinned):
-                staged.there += 1
-            elif limit is not None and asked_for + bytes_ > limit:
-                staged.over_limit += 1
-            elif _ask(path, staged):
-                running.append((path, bytes_))
-                asked_for += bytes_
-                if len(running) == PARALLEL:
-                    done += _wait(*running.popleft(), staged, is_pinned)
-                    show(staged.bytes, total)
+        for answer in _stage(paths, limit):
+            moved.add(answer)
+            show(moved.bytes, total if limit is None else min(total, limit))
+    for answer in _stage(paths, 0) if moved.files else ():  # it only counts
+        now.add(answer)
+    if moved.files:  # later ones may have displaced earlier ones
+        moved.kept += Counter(again=now.kept.total() - moved.kept.total())
+    lines = [f"{done} {count(moved.files, 'file')}, {size(moved.bytes)}"]
+    lines[0] += f"; there already: {moved.there}"
+    for reason, files in moved.kept.items():
+        if reason in _NO_FAULT:
+            lines.append(f"{_NO_FAULT[reason]}: {count(files, 'file')}")
+        else:
+            print_error(f"{count(files, 'file')} not staged: {_NOT_STAGED.get(reason, reason)}")
+    return Report(vars(moved), *lines, code=1 if moved.kept.keys() - _NO_FAULT else 0)
+
+
+def _stage(paths: Sequence[str], limit: int | None) -> Iterator[dict[str, Any]]:
+    """Answers of calls, several at a time, unless the next one's limit depends on the last one."""
+    most, running = 1, 0
+    answers = queue.SimpleQueue[tuple[dict[str, Any] | Exception, float]]()
+
+    def call(batch: door.Batch, fields: dict[str, int]) -> None:
+        begin = time.monotonic()
+        try:
+            answers.put((batch.call("stage", **fields), time.monotonic() - begin))
+        except Exception as error:  # noqa: BLE001 (raised below)
+            answers.put((error, 0.0))
+
+    def take() -> dict[str, Any]:
+        nonlocal limit, most, running
+        answer, took_s = answers.get()
+        running -= 1
+        if isinstance(answer, Exception):
+            raise answer
+        if took_s < _SOON_S:
+            most = min(2 * most, _NAMES_MAX)
+        elif took_s > _LATE_S:
+            most = max(most // 2, 1)
+        if limit is not None:
+            limit -= answer["bytes"]
+        return answer
+
+    try:
+        for batch in door.batches(door.files_below(paths), lambda: most):
+            fields = {} if limit is None else {"limit": limit}
+            # Nobody waits for the thread after an interrupt: the process ends, and so its call.
+            threading.Thread(target=call, args=(batch, fields), daemon=True).start()
+            running += 1
+            if running == (_CALLS if limit is None else 1):
+                yield take()
         while running:
-            done += _wait(*running.popleft(), staged, is_pinned)
-            show(staged.bytes, total)
-    _count_out_evicted(done, staged, is_pinned)
-    return staged
-
-
-def _is_there(state: dict[str, Any], is_pinned: bool) -> bool:
-    """Whether a file is in the burst tier; ``is_pinned``: and not in blocks."""
-    return state["local"] if is_pinned else state["state"] != "clean"
-
-
-def _count_out_evicted(done: Iterable[tuple[str, int]], staged: Staged, is_pinned: bool) -> None:
-    """Later ones may have displaced earlier ones."""
-    for path, bytes_ in done:
-        state = _state(path)
-        if state is not None and not _is_there(state, is_pinned):
-            staged.files -= 1
-            staged.bytes -= bytes_
-            staged.refused[_EVICTED] += 1
-
-
-def _state(path: str) -> dict[str, Any] | None:
-    """None if the file is gone."""
-    try:
-        return door.read(path, "state")
-    except FileNotFoundError:
-        return None
-
-
-def _ask(path: str, staged: Staged) -> bool:
-    try:
-        door.put(path, "stage")
-        return True
-    except FileNotFoundError:
-        return False
+            yield take()
     except OSError as error:
-        if error.errno == errno.EOPNOTSUPP:
-            raise StoreError(
-                f"{path}: the store has no burst tier; burst.directories names its directories"
-            ) from None
-        if error.errno not in (errno.EPERM, errno.EACCES):
+        if error.errno != errno.ENOTTY:
             raise
-        staged.refused["only the owner and root may"] += 1
-        return False
+        yield _by_attributes(paths, "stage", limit)
 
 
-def _wait(path: str, bytes_: int, staged: Staged, is_pinned: bool) -> list[tuple[str, int]]:
-    """Until the file is not being staged any more; the file, if it is in the burst tier then."""
-    pause_s = _PAUSE_MIN_S
-    while (state := _state(path)) is not None and state["staging"]:
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _PAUSE_MAX_S)
-    if state is not None and not _is_there(state, is_pinned):
-        staged.refused[_NO_ROOM if is_pinned else _NO_BLOCKS] += 1
-    elif state is not None:
-        staged.files += 1
-        staged.bytes += bytes_
-        return [(path, bytes_)]
-    return []
+def _by_attributes(paths: Sequence[str], name: str, limit: int | None = None) -> dict[str, Any]:
+    """What the calls answer, file by file, for a mount without its bridge."""
+    moved = Moves()
+    for path in (file for path in paths for file, _ in door.walk(path)):
+        try:
+            before = door.read(path, "state")
+            bytes_ = sum(before["bytes"].values())
+            is_there = before["local"] if before["pinned"] else before["state"] != "clean"
+            if name == "stage" and is_there:
+                moved.there += 1
+                continue
+            if limit is not None and moved.bytes + bytes_ > limit:
+                moved.kept["limit"] += 1
+                continue
+            door.put(path, name)
+            while (after := door.read(path, "state"))["staging"]:
+                time.sleep(_PAUSE_S)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.EPERM):
+                raise
+            moved.kept[error.strerror or ""] += 1
+            continue
+        here = bytes_ * (after["copy"] - before["copy"])
+        here += after["block_bytes"] - before["block_bytes"]
+        moved.files += here != 0
+        moved.bytes += abs(here)
+        moved.kept["room"] += name == "stage" and after["state"] == "clean"
+    moved.kept += Counter()  # without zeros
+    return vars(moved)
 
 
 # --- evict ----------------------------------------------------------------------------------------
@@ -340,46 +365,26 @@ def evict_command(paths: tuple[str, ...]) -> Report:
     the data servers cannot tell at present keep theirs; the command says how many and why, with
     exit code 1. The burst tier does this by itself when it needs room.
     """
-    files = sizes = 0
+    evicted = Moves()
     for is_last in (False, True):
-        answers = _evict(paths)
-        kept = sum((Counter(answer["kept"]) for answer in answers), Counter[str]())
-        files += sum(answer["files"] for answer in answers)
-        sizes += sum(answer["bytes"] for answer in answers)
-        if is_last or not kept["open"]:
+        try:
+            answers = [batch.call("evict") for batch in door.batches(door.named(paths))]
+        except OSError as error:
+            if error.errno != errno.ENOTTY:
+                raise
+            answers = [_by_attributes(paths, "evict")]
+        evicted.kept.clear()
+        for answer in answers:
+            evicted.add(answer)
+        if is_last or not evicted.kept["open"]:
             break
         time.sleep(_CLOSING_S)
-    for reason, kept_files in kept.items():
-        print_error(f"{count(kept_files, 'file')} not evicted: {_REASONS[reason]}")
-    report = {"files": files, "bytes": sizes, "kept": kept}
-    return Report(report, f"evicted {count(files, 'file')}, {size(sizes)}", code=1 if kept else 0)
-
-
-def _evict(paths: Sequence[str]) -> list[dict[str, Any]]:
-    try:
-        return list(door.call_for(paths, "evict"))
-    except OSError as error:
-        if error.errno != errno.ENOTTY:
-            raise
-    kept, evicted = Counter[str](), list[int]()  # the mount is without its bridge
-    for path in (file for path in paths for file in walk(path)):
-        try:
-            state = door.read(path, "state")
-            if state["copy"] or state["block_bytes"]:
-                door.put(path, "evict")
-                left = door.read(path, "state")["block_bytes"]
-                copied = sum(state["bytes"].values()) if state["copy"] else 0
-                if state["copy"] or left < state["block_bytes"]:
-                    evicted.append(copied + max(0, state["block_bytes"] - left))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                raise
-            is_dirty = state["state"] in ("dirty", "draining")
-            asked = ["pinned", "open", "needed"]
-            kept["dirty" if is_dirty else next((it for it in asked if state[it]), "open")] += 1
-    return [{"files": len(evicted), "bytes": sum(evicted), "kept": kept}]
+    kept = +evicted.kept
+    for reason, files in kept.items():
+        print_error(f"{count(files, 'file')} not evicted: {_REASONS.get(reason, reason)}")
+    report = {"files": evicted.files, "bytes": evicted.bytes, "kept": kept}
+    text = f"evicted {count(evicted.files, 'file')}, {size(evicted.bytes)}"
+    return Report(report, text, code=1 if kept else 0)
 
 
 # --- pin and unpin --------------------------------------------------------------------------------
@@ -399,9 +404,8 @@ def pin_command(paths: tuple[str, ...]) -> Report:
     New files in these directories are pinned, too. Pinned files are drained as all others are. What
     does not fit is not staged, with exit code 1.
     """
-    total = _set_tier(paths, "pinned")
-    files = (file for path in paths for file in walk(path))
-    return stage(files, total, is_pinned=True).report("pinned; staged")
+    _set_tier(paths, "pinned")
+    return stage(paths, "pinned; staged")
 
 
 @command(
@@ -418,15 +422,12 @@ def unpin_command(paths: tuple[str, ...]) -> None:
     _set_tier(paths, "default")
 
 
-def _set_tier(paths: tuple[str, ...], tier: str) -> int:
-    """Set the tier of files and directories that have another one; returns the bytes that are not
-    in the burst tier.
-    """
+def _set_tier(paths: tuple[str, ...], tier: str) -> None:
+    """Set the tier of files and directories that have another one."""
     require_files(paths)
-    for path in (item for path in paths for item in walk(path, directories=True)):
+    for path in (item for path in paths for item, _ in door.walk(path, directories=True)):
         try:
             if os.getxattr(path, "user.aifs.tier") != tier.encode():
                 door.put(path, "tier", tier)
         except FileNotFoundError:  # it is gone
             continue
-    return sum(door.read(path, "state")["bytes"]["clean"] for path in paths)

@@ -4,7 +4,7 @@ For readers blocks are filled. A file to be changed, or pinned, gets a clean cop
 one transaction on, if nothing has changed meanwhile.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import trio
@@ -15,6 +15,7 @@ from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.errors import FsError, NotFound, Stale, Unavailable
 from aifs.core.log import logger
+from aifs.core.tasks import run_each
 from aifs.core.upkeep import NEVER_S, Work
 from aifs.data.checking.checks import Untold
 from aifs.data.reading.blocks import Blocks
@@ -70,6 +71,8 @@ class Stager:
         """Inodes to be staged in the background, in order, and whether they get a copy."""
         self._wrong: set[int] = set()
         """Oids of files with wrong bytes on the servers: not tried at each read."""
+        self._turns = trio.CapacityLimiter(WORKERS)
+        """Of all callers that wait for many files."""
         self._files = 0
         """How many have been staged since the mount."""
         self._failed = 0
@@ -92,6 +95,15 @@ class Stager:
         """Bring a clean file into blocks, while there is room; whether all of it is. Not if it
         changes, was written in place, or its servers' bytes are not kept in blocks."""
         return await self._once(ino, False, self._warm)
+
+    async def bring_all(self, inodes: Iterable[Inode]) -> None:
+        """``stage`` those that are pinned, and ``warm`` the rest, several at a time."""
+
+        async def bring(inode: Inode) -> None:
+            async with self._turns:
+                await (self.stage if is_pinned(inode) else self.warm)(inode.ino)
+
+        await run_each(WORKERS, inodes, bring)
 
     async def _once(
         self, ino: int, is_copied: bool, bring: Callable[[OpenInode], Awaitable[bool]]
@@ -148,7 +160,7 @@ class Stager:
         if objects is None or policy.tier == "capacity":
             return False
         is_whole = (await self._engine.view(find_in_blocks, inode, blocks)).is_whole
-        for part in await self._engine.view(_parts_kept, inode, blocks):
+        for part in await self._engine.view(parts_kept, inode, blocks):
             for at in range(0, part.length, _PIECE):
                 length = min(_PIECE, part.length - at)
                 if not is_whole:
@@ -218,7 +230,7 @@ class Stager:
 
     def request(self, inode: Inode) -> None:
         """Bring the file into the burst tier soon: a copy of it if it is pinned, else blocks."""
-        self._waiting[inode.ino] = inode.policy is not None and inode.policy.tier == "pinned"
+        self._waiting[inode.ino] = is_pinned(inode)
         self._upkeep.wake(Work.STAGE)
 
     def read(self, inode: Inode) -> None:
@@ -255,7 +267,12 @@ class Stager:
         }
 
 
-def _parts_kept(tx: ReadTransaction, inode: Inode, blocks: Blocks) -> list[SourcePart]:
+def is_pinned(inode: Inode) -> bool:
+    return inode.policy is not None and inode.policy.tier == "pinned"
+
+
+def parts_kept(tx: ReadTransaction, inode: Inode, blocks: Blocks) -> list[SourcePart]:
+    """What can be in blocks here. Raises Unavailable."""
     found = list(parts_of(tx, inode))
     layouts = {inode.oid: inode.objects}
     for source in {part.source for part in found} - layouts.keys():

@@ -144,6 +144,15 @@ static inline int aifs_do_call(int fd, struct aifs_call *call, const char *name,
  *     there is none; EEXIST: the name is taken; EBUSY: programs are in a directory that rmdir(2)
  *     has removed; EACCES.
  *
+ * stage {"inos": array, "limit": integer}, where: directory or file
+ *   Brings the files with these inode numbers into the burst tier, of together limit bytes at
+ *     most, and returns when that is done; without inos, that which it is called on. Answers
+ *     {files, bytes, there, kept}: those that it has brought, how many were there, and how many
+ *     are not by reason: owner (it is not the caller's), near (its data servers are as near, so
+ *     there are no blocks), off (burst.blocks), capacity (user.aifs.tier), limit, room (no room,
+ *     changed meanwhile, written to in place, or not told by the data servers). EOPNOTSUPP: no
+ *     burst tier.
+ *
  * trash.empty {"ids": array}, where: directory
  *   Has these inodes that are in the trash, and the caller's, go for good; without ids all.
  *     ENOENT: one of them is not there.

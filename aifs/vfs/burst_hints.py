@@ -13,7 +13,15 @@ import trio
 
 from aifs.burst.remote import EVICT
 from aifs.burst.tier import BurstTier
-from aifs.core.errors import Busy, Invalid, NotFound, NotPermitted, NotSupported, TimedOut
+from aifs.core.errors import (
+    Busy,
+    Invalid,
+    NotFound,
+    NotPermitted,
+    NotSupported,
+    TimedOut,
+    Unavailable,
+)
 from aifs.data.reading.blocks import Blocks, NoBlocks
 from aifs.files import rights
 from aifs.files.asks import BOTH, FILE, Ask, Hint, HintCall, bare
@@ -23,10 +31,12 @@ from aifs.files.in_blocks import InBlocks, find_in_blocks
 from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.services import Services
+from aifs.files.stage import is_pinned, parts_kept
 from aifs.files.types import CallerLike
 from aifs.meta import forms, keys, shared
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.listing import list_directory
+from aifs.meta.namespace import find_inode
 from aifs.meta.records import Inode, decode_burst
 from aifs.peers.transport import Answer, Body, Peer
 from aifs.upkeep.evict import Evictor
@@ -45,6 +55,8 @@ _STAYS = {
     "be the only one",
 }
 """Why a copy is not given up."""
+
+_FILES_ALONE = "only regular files can be moved between the tiers"
 
 _DROPPED = 256
 """Files in one transaction."""
@@ -92,6 +104,7 @@ class BurstHints:
         self._evictor = evictor
         self._attributes = attributes
         self._homes = io.homes
+        self._without_blocks = "off" if services.config.burst.blocks == "off" else "near"
         services.peers.serve(EVICT, self._serve_evict)
 
     # --- where the bytes are ---
@@ -122,7 +135,7 @@ class BurstHints:
             answer["copy"] = inode.copy is not None
             answer["local"] = inode.copy is not None or inode.layout is None
             answer["open"] = ino in self._io.table.programs_have_open()
-            answer["pinned"] = _is_pinned(inode)
+            answer["pinned"] = is_pinned(inode)
             answer["needed"] = inode.copy is not None and self._needs.is_needed(inode.copy.id)
             answer["staging"] = self._stager.is_staging(ino)
         return answer
@@ -223,6 +236,58 @@ class BurstHints:
                 raise NotSupported("the store has no burst tier")
             self._stager.request(inode)
 
+    async def stage_all(self, ask: Ask) -> dict[str, Any]:
+        """See the call. Raises Invalid, NotSupported."""
+        limit, there = ask.fields.get("limit", math.inf), 0
+        chosen, kept = list[Inode](), Counter[str]()
+        inos = dict.fromkeys(ask.fields.get("inos") or [ask.ino])
+        for place in await self._files([*inos]):
+            inode = place.inode
+            if _is_there(place):
+                there += 1
+            elif why := await self._engine.view(self._why_not, inode, ask.caller):
+                kept[why] += 1
+            elif inode.size > limit:
+                kept["limit"] += 1
+            else:
+                limit -= inode.size
+                chosen.append(inode)
+        await self._stager.bring_all(chosen)
+        files = sizes = 0
+        for place in await self._files([inode.ino for inode in chosen]):
+            if _is_there(place):
+                files, sizes = files + 1, sizes + place.inode.size
+            else:
+                kept["room"] += 1
+        return {"files": files, "bytes": sizes, "there": there, "kept": kept}
+
+    async def _files(self, inos: Sequence[int]) -> list[Place]:
+        """Those that are still there. Raises Invalid."""
+        found = list[Place]()
+        for first in range(0, len(inos), _ENTRIES):
+            some = inos[first : first + _ENTRIES]
+            found += map(self._current, await self._engine.view(_find, some, self._tier.blocks))
+            await trio.lowlevel.checkpoint()
+        if not all(place.inode.is_file for place in found):
+            raise Invalid(_FILES_ALONE)
+        return found
+
+    def _why_not(self, tx: ReadTransaction, inode: Inode, caller: CallerLike) -> str:
+        """Why a file is not staged, see the call; '': it is tried. Raises NotSupported."""
+        if not self._tier.has_devices:
+            raise NotSupported("the store has no burst tier; burst.directories names its places")
+        try:
+            rights.owner(inode, caller)
+            if is_pinned(inode):
+                return ""
+            if inode.policy is not None and inode.policy.tier == "capacity":
+                return "capacity"
+            return "" if parts_kept(tx, inode, self._tier.blocks) else self._without_blocks
+        except NotPermitted:
+            return "owner"
+        except Unavailable:  # told in the log when it is tried
+            return ""
+
     async def evict(self, ino: int) -> None:
         """Give up a file's clean copy on any host. Raises Invalid; Busy if dirty, pinned, open or
         needed; Unavailable if its host cannot be asked."""
@@ -297,7 +362,7 @@ class BurstHints:
                 stays[inode.ino] = "open"
                 continue
             self._tier.blocks.end(inode.oid)
-            if inode.copy is not None and _is_pinned(inode):
+            if inode.copy is not None and is_pinned(inode):
                 stays[inode.ino] = "pinned"
             elif inode.copy is not None:
                 copies[inode.copy.id] = inode.ino
@@ -310,7 +375,7 @@ class BurstHints:
     async def _file(self, ino: int) -> Inode:
         inode = await self._attributes.getattr(ino)
         if not inode.is_file:
-            raise Invalid("only regular files can be moved between the tiers")
+            raise Invalid(_FILES_ALONE)
         return inode
 
     HINTS = (
@@ -353,6 +418,19 @@ class BurstHints:
             "set it to '' to bring the file into the burst tier",
             change=rights.owner,
             set=bare(lambda burst, ask: burst.stage(ask.ino)),
+            call=HintCall(
+                rights.anybody,  # except for files that are not the caller's
+                lambda burst, ask: burst.stage_all(ask),
+                {"inos": list, "limit": int},
+                "Brings the files with these inode numbers into the burst tier, of together limit "
+                "bytes at most, and returns when that is done; without inos, that which it is "
+                "called on. Answers {files, bytes, there, kept}: those that it has brought, how "
+                "many were there, and how many are not by reason: owner (it is not the caller's), "
+                "near (its data servers are as near, so there are no blocks), off (burst.blocks), "
+                "capacity (user.aifs.tier), limit, room (no room, changed meanwhile, written to in "
+                "place, or not told by the data servers). EOPNOTSUPP: no burst tier.",
+                where=BOTH,
+            ),
         ),
         Hint(
             "evict",
@@ -380,6 +458,11 @@ def _list(tx: ReadTransaction, directory: int, blocks: Blocks, cookie: int) -> l
     return [_place(tx, inode, place, blocks) for _, inode, place in entries]
 
 
+def _find(tx: ReadTransaction, inos: Sequence[int], blocks: Blocks) -> list[Place]:
+    found = (find_inode(tx, ino) for ino in inos)
+    return [_place(tx, inode, 0, blocks) for inode in found if inode is not None]
+
+
 def _place(tx: ReadTransaction, inode: Inode, cookie: int, blocks: Blocks) -> Place:
     copy = inode.copy if inode.in_burst else None
     record = None if copy is None else tx.get(keys.burst_copy(copy.id))
@@ -394,5 +477,9 @@ def _bytes_here(place: Place) -> int:
     return own + (inode.size if inode.copy is not None else 0)
 
 
-def _is_pinned(inode: Inode) -> bool:
-    return inode.policy is not None and inode.policy.tier == "pinned"
+def _is_there(place: Place) -> bool:
+    """Whether a file's bytes are in the burst tier as its policy wants."""
+    inode = place.inode
+    if inode.copy is not None or inode.layout is None or not inode.size:
+        return True
+    return place.in_blocks.is_whole and not is_pinned(inode)

@@ -300,10 +300,48 @@ async def test_evict_takes_many_files_and_trees_at_once(fs: Filesystem) -> None:
     assert await read_file(fs, inos[3]) == b"d" * SIZE
 
 
+@pytest.mark.store(modes.STRIPED | {"burst.blocks": "always"})
+async def test_stage_takes_many_files_at_once(fs: Filesystem) -> None:
+    top = await tree(fs, b"top")
+    inos = [await make(fs, top, b"%c" % number) for number in range(97, 107)]
+    await fs.wait_drained(ROOT)
+    none = {"files": 0, "bytes": 0, "there": 0, "kept": {}}
+    assert await call(fs, top, "stage", OTHER, inos=inos) == none | {"there": 10}
+    await call(fs, top, "evict")
+    await fs.tier.look()  # it is known how much room blocks have
+    assert await call(fs, top, "stage", OTHER, inos=inos) == none | {"kept": {"owner": 10}}
+    await put(fs, inos[0], "tier", "pinned")
+    await put(fs, inos[1], "tier", "capacity")
+    told = await call(fs, ROOT, "stage", inos=[*inos[:4], inos[0], 1 << 60], limit=2 * SIZE)
+    assert told == none | {
+        "files": 2,
+        "bytes": 2 * SIZE,
+        "kept": {"capacity": 1, "limit": 1},
+    }
+    assert await call(fs, inos[3], "stage") == none | {"files": 1, "bytes": SIZE}
+    told = await call(fs, ROOT, "stage", inos=inos)
+    assert told == none | {"files": 6, "bytes": 6 * SIZE, "there": 3, "kept": {"capacity": 1}}
+    states = [(await ask(fs, ino, "state")) for ino in inos]
+    assert [told["state"] for told in states] == ["cached", "clean", *["cached"] * 8]
+    assert [told["copy"] for told in states] == [True, *[False] * 9]
+    assert await read_file(fs, inos[3]) == b"d" * SIZE
+
+
+@pytest.mark.store({"burst.blocks": "auto"})
+async def test_what_is_as_near_is_not_staged(fs: Filesystem) -> None:
+    ino = await make(fs, ROOT, b"file")
+    await fs.wait_drained(ROOT)
+    await call(fs, ino, "evict")
+    told = await call(fs, ino, "stage")
+    assert told == {"files": 0, "bytes": 0, "there": 0, "kept": {"near": 1}}
+
+
 async def test_only_files_can_be_staged_and_evicted(fs: Filesystem) -> None:
     for name in ("stage", "evict"):
         with pytest.raises(Invalid):
             await put(fs, ROOT, name, caller=Caller())
+    with pytest.raises(Invalid):
+        await call(fs, ROOT, "stage")
 
 
 @pytest.mark.store({"burst.directories": ""})
@@ -315,6 +353,8 @@ async def test_without_a_burst_tier(fs: Filesystem) -> None:
     await put(fs, ino, "evict")
     with pytest.raises(NotSupported):
         await put(fs, ino, "stage")
+    with pytest.raises(NotSupported):
+        await call(fs, ino, "stage")
     status = await ask(fs, ROOT, "status")
     assert status["burst"]["devices"] == []
 

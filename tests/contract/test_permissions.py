@@ -84,6 +84,7 @@ MAY_SET = {
 MAY_CALL = {
     "version": ANYBODY,
     "drain": WRITER,
+    "stage": ANYBODY,  # as evict
     "evict": ANYBODY,  # of others' files it evicts none: test_hints.py
     "remove": OWNERS,
     "publish-as": WRITER,

@@ -17,7 +17,7 @@ COMMANDS = [
     (["pin", "x"], 0),
     (["unpin", "x"], 0),
     (["evict", "x"], 0),
-    (["warm", "x"], 1),  # the servers are as near
+    (["warm", "x"], 0),  # the servers are as near
     (["group", "show", "x"], 1),  # there is none
     (["checkpoint", "ls", "."], 0),
     (["checkpoint", "publish", "new", "final"], 0),

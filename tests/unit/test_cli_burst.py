@@ -4,11 +4,11 @@ and exit with.
 
 import errno
 import json
+import math
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,9 @@ class Played:
         self.has_bridge = True
         self.error = ""
         self.since_ns = 1
-        self.most_staging = 0
+        self.near: set[str] = set()
+        self.calls: list[int] = []  # files in each
+        self.inos: dict[str, set[int]] = {}  # of a path and of those above
         self.own_blocks = Counter[str]()  # by path, bytes that go with the file
         self.blocks = Counter[str]()  # bytes that lie in blocks of others
 
@@ -52,6 +54,7 @@ class Played:
         with open(path, "wb") as file:
             file.truncate(mib * MIB)
         self.states[str(path)] = state
+        self.inos[str(path)] = {it.stat().st_ino for it in (path, *path.parents)}
         return path
 
     def read(self, path: str, name: str, follow: bool = True) -> dict:
@@ -96,44 +99,64 @@ class Played:
         elif name == "tier":
             self.tiers[os.path.relpath(path, self.root)] = value
         elif path in self.foreign:
-            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+            raise PermissionError(errno.EPERM, "owner", path)
         elif name == "stage":
             self.staging.append(path)
-            self.most_staging = max(self.most_staging, len(self.staging))
         elif name == "evict":
-            if state == "dirty" or path in self.pinned | self.opened | self.needed:
-                raise OSError(errno.EBUSY, "Device or resource busy", path)
+            if why := self.why_kept(path):
+                raise OSError(errno.EBUSY, why, path)
             self.states[path] = "clean"
             del self.own_blocks[path]
+        if state is None and name == "stage":
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
 
-    def call_for(self, paths: Sequence[str], name: str) -> list[dict]:
-        assert name == "evict"
+    def why_kept(self, path: str) -> str:
+        if self.states[path] == "dirty":
+            return "dirty"
+        whys = {"pinned": self.pinned, "open": self.opened, "needed": self.needed}
+        return next((why for why, paths in whys.items() if path in paths), "")
+
+    def call(self, batch: door.Batch, name: str, limit: int = 1 << 60) -> dict:
         if not self.has_bridge:
-            raise OSError(errno.ENOTTY, "Inappropriate ioctl for device", paths[0])
-        door.require_files(paths)
-        kept, gone = Counter[str](), list[int]()
-        for top in paths:
-            for path, state in self.states.items():
-                if path != top and not path.startswith(f"{top}/"):
-                    continue
-                here = os.path.getsize(path) if state != "clean" else 0
-                here += self.own_blocks.pop(path, 0)
-                if state == "dirty":
-                    kept["dirty"] += 1
-                elif why := [it for it in ("pinned", "opened", "needed") if path in vars(self)[it]]:
-                    kept[why[0].replace("opened", "open")] += 1
+            raise OSError(errno.ENOTTY, "Inappropriate ioctl for device", batch.path)
+        self.calls.append(len(batch.inos))
+        kept, moved, there = Counter[str](), list[int](), 0
+        for path, state in list(self.states.items()):
+            if self.inos[path].isdisjoint(batch.inos):
+                continue
+            size = os.path.getsize(path)
+            if name == "evict":
+                here = size * (state != "clean") + self.own_blocks.pop(path, 0)
+                if why := self.why_kept(path):
+                    kept[why] += 1
                 elif here:
                     self.states[path] = "clean"
-                    gone.append(here)
-        return [{"files": len(gone), "bytes": sum(gone), "kept": kept}]
+                    moved.append(here)
+            elif state != "clean" and not self.blocks[path]:
+                there += 1
+            elif path in self.foreign | self.near:
+                kept["near" if path in self.near else "owner"] += 1
+            elif size > limit:
+                kept["limit"] += 1
+            elif size > self.room:
+                kept["room"] += 1
+            else:
+                limit -= size
+                moved.append(size)
+                self.bring(path)
+        told = {"files": len(moved), "bytes": sum(moved), "kept": kept}
+        return told | ({"there": there} if name == "stage" else {})
+
+    def bring(self, path: str) -> None:
+        self.room -= os.path.getsize(path)
+        self.states[path] = "cached"
+        del self.blocks[path]
 
     def step(self, seconds: float) -> None:
         for path in self.staging[:1]:
             self.staging.remove(path)
             if os.path.getsize(path) <= self.room:
-                self.room -= os.path.getsize(path)
-                self.states[path] = "cached"
-                del self.blocks[path]
+                self.bring(path)
         waiting = [
             path
             for path, state in self.states.items()
@@ -148,7 +171,7 @@ def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
     played = Played(tmp_path)
     monkeypatch.setattr(door, "read", played.read)
     monkeypatch.setattr(door, "put", played.put)
-    monkeypatch.setattr(door, "call_for", played.call_for)
+    monkeypatch.setattr(door.Batch, "call", lambda *args, **fields: played.call(*args, **fields))
     monkeypatch.setattr(door, "require_inside", os.stat)
     monkeypatch.setattr(time, "sleep", played.step)
     return played
@@ -247,22 +270,29 @@ def test_drain_says_once_that_a_server_fails(capsys, mount: Played) -> None:
 # --- warm -----------------------------------------------------------------------------------------
 
 
-def test_warm_stages_several_at_a_time(capsys, mount: Played, monkeypatch) -> None:
-    monkeypatch.setattr("aifs.cli.tiers.PARALLEL", 8)
-    for number in range(30):
+@pytest.mark.parametrize("has_bridge", [True, False])
+def test_warm_stages_many_in_a_call(
+    capsys, mount: Played, has_bridge: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "_SOON_S", math.inf)
+    monkeypatch.setattr(output, "NOTICE_S", math.inf)
+    mount.has_bridge = has_bridge
+    for number in range(100):
         mount.file(f"tree/{number % 3}/{number}", "clean" if number % 5 else "cached")
     mount.file("tree/dirty", "dirty")
     (mount.root / "tree/link").symlink_to("dirty")
     assert run(capsys, "warm", mount.root / "tree") == (
         0,
-        "staged 24 files, 24.0 MiB; there already: 7\n",
+        "staged 80 files, 80.0 MiB; there already: 21\n",
         "",
     )
-    assert mount.most_staging == 8
+    assert len(mount.calls) < 100
     assert mount.read(str(mount.root), "state")["files"]["clean"] == 0
 
 
-def test_warm_keeps_to_its_limit(capsys, mount: Played) -> None:
+@pytest.mark.parametrize("has_bridge", [True, False])
+def test_warm_keeps_to_its_limit(capsys, mount: Played, has_bridge: bool) -> None:
+    mount.has_bridge = has_bridge
     for number in range(5):
         mount.file(f"tree/{number}", "clean", 3)
     code, out, err = run(capsys, "warm", mount.root / "tree", "--limit", "10MiB")
@@ -270,7 +300,20 @@ def test_warm_keeps_to_its_limit(capsys, mount: Played) -> None:
     assert out == "staged 3 files, 9.00 MiB; there already: 0\nleft out by the limit: 2 files\n"
 
 
-def test_warm_says_what_was_refused(capsys, mount: Played) -> None:
+def test_warm_has_nothing_to_do_where_the_servers_are_as_near(capsys, mount: Played) -> None:
+    for name in ("tree/a", "tree/b"):
+        mount.near.add(str(mount.file(name, "clean")))
+    assert run(capsys, "warm", mount.root / "tree") == (
+        0,
+        "staged 0 files, 0 B; there already: 0\n"
+        "on data servers that are as near as the burst tier, and need no staging: 2 files\n",
+        "",
+    )
+
+
+@pytest.mark.parametrize("has_bridge", [True, False])
+def test_warm_says_what_was_refused(capsys, mount: Played, has_bridge: bool) -> None:
+    mount.has_bridge = has_bridge
     mount.foreign.add(str(mount.file("tree/a", "clean")))
     mount.file("tree/b", "clean")
     mount.file("tree/c", "clean", 9)
@@ -278,49 +321,35 @@ def test_warm_says_what_was_refused(capsys, mount: Played) -> None:
     code, out, err = run(capsys, "warm", mount.root / "tree")
     assert (code, out) == (1, "staged 1 file, 1.00 MiB; there already: 0\n")
     assert sorted(err.splitlines()) == [
-        "aifs: 1 file not staged: no room in the burst tier, changed, written to in place, or on "
-        "data servers that are as near",
+        "aifs: 1 file not staged: no room in the burst tier, changed meanwhile, written to in "
+        "place, or not told by the data servers",
         "aifs: 1 file not staged: only the owner and root may",
     ]
 
 
-def test_warm_does_not_count_what_is_evicted_again(capsys, mount: Played, monkeypatch) -> None:
+def test_warm_says_what_is_evicted_again(capsys, mount: Played, monkeypatch) -> None:
     """A burst tier that is too small for all makes room for the last ones."""
-    for number in range(4):
-        mount.file(f"tree/{number}", "clean")
-    staged: list[str] = []
+    files = [str(mount.file(f"tree/{number}", "clean")) for number in range(4)]
 
-    def step(seconds: float) -> None:
-        staged.extend(mount.staging[:1])
-        mount.step(seconds)
-        for path in staged[:2] if len(staged) == 4 else ():
-            mount.states[path] = "clean"
+    def call(batch: door.Batch, name: str, **fields: int) -> dict:
+        if "limit" in fields:
+            mount.states.update(dict.fromkeys(files[:2], "clean"))
+        return mount.call(batch, name, **fields)
 
-    monkeypatch.setattr(time, "sleep", step)
+    monkeypatch.setattr(door.Batch, "call", call)
     code, out, err = run(capsys, "warm", mount.root / "tree")
-    assert (code, out) == (1, "staged 2 files, 2.00 MiB; there already: 0\n")
+    assert (code, out) == (1, "staged 4 files, 4.00 MiB; there already: 0\n")
     assert err == "aifs: 2 files not staged: evicted again: the burst tier has no room for all\n"
 
 
-def test_warm_passes_over_what_is_removed_meanwhile(capsys, mount: Played, monkeypatch) -> None:
+@pytest.mark.parametrize("has_bridge", [True, False])
+def test_warm_passes_over_what_is_removed_meanwhile(
+    capsys, mount: Played, has_bridge: bool
+) -> None:
+    mount.has_bridge = has_bridge
     path = mount.file("tree/a", "clean")
-
-    def put(*args: str) -> None:
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
-
-    monkeypatch.setattr(door, "put", put)
+    mount.states.clear()
     assert run(capsys, "warm", path) == (0, "staged 0 files, 0 B; there already: 0\n", "")
-
-
-def test_warm_without_a_burst_tier(capsys, mount: Played, monkeypatch) -> None:
-    path = mount.file("a", "clean")
-
-    def put(*args: str) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported", str(path))
-
-    monkeypatch.setattr(door, "put", put)
-    code, _, err = run(capsys, "warm", path)
-    assert code == 4 and "the store has no burst tier" in err
 
 
 def test_warm_check_only_counts(capsys, mount: Played) -> None:
@@ -328,7 +357,7 @@ def test_warm_check_only_counts(capsys, mount: Played) -> None:
     mount.file("tree/b", "cached")
     mount.file("tree/c", "dirty")
     code, out, _ = run(capsys, "warm", "--check", mount.root / "tree", mount.root / "tree/a")
-    assert code == 0 and not mount.staging
+    assert code == 0 and not mount.calls
     assert [line.split() for line in out.splitlines()[1:]] == [
         ["2", "2.00", "MiB", "1", "3.00", "MiB", "0", "B", f"{mount.root}/tree"],
         ["0", "0", "B", "1", "3.00", "MiB", "0", "B", f"{mount.root}/tree/a"],
