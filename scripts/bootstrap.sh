@@ -12,9 +12,9 @@ build_packages=(python3-venv python3-dev libfuse3-dev fuse3 pkg-config gcc git a
 # What an installation depends on; the Python files are used where they are.
 build_sources=(setup.cfg setup.py aifs/fuse/bridge.c aifs/fuse/{directories,entries,messages,names,opens,places,records}.h)
 
-bootstrap() {
-    local extra=$1 missing=() package stamp
-    shift
+# install_missing [PACKAGE...]: the system packages.
+install_missing() {
+    local missing=() package
     for package in "${build_packages[@]}" "$@"; do
         dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
     done
@@ -23,6 +23,12 @@ bootstrap() {
         as_root apt-get update -qq
         as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >&2
     fi
+}
+
+bootstrap() {
+    local extra=$1 stamp
+    shift
+    install_missing "$@"
     [ -x "$venv/bin/pip" ] || python3 -m venv "$venv"
     for stamp in "$venv"/installed-*; do  # what was installed with more dependencies will do
         if [[ ,${stamp#"$venv/installed-"}, == *",$extra,"* ]] && build_input | cmp -s - "$stamp"; then return; fi
