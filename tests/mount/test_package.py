@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.mounts import ROOT
 
-pytestmark = [pytest.mark.sweep, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 PROCESSOR_S = 120
 """Of building; most of it is compiling."""
 
