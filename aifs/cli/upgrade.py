@@ -39,7 +39,7 @@ def upgrade_command(mountpoint: str, python: str | None) -> Report:
     before = _kept(path)
     program = os.path.abspath(python or sys.executable)
     _require_works(path, program)
-    door.put(path, "upgrade", program)
+    _order(door.read_status(path)["pid"], program)
     now, deadline_s = before, time.monotonic() + _TIMEOUT_S
     while now["finished"] <= before["orders"]:
         if time.monotonic() > deadline_s:
@@ -54,6 +54,18 @@ def upgrade_command(mountpoint: str, python: str | None) -> Report:
         )
     told = {"version": now["version"], "program": now["program"], "before": before["version"]}
     return Report(told, f"{mountpoint}: version {now['version']} (before: {before['version']})")
+
+
+def _order(pid: int, program: str) -> None:
+    from aifs.fuse import kept
+
+    try:
+        kept.order(pid, os.fsencode(program))
+    except (FileNotFoundError, PermissionError):
+        raise MountError(
+            f"its daemon (pid {pid}) is out of reach: run this as its user, on the host that has "
+            "mounted it, and in no container"
+        ) from None
 
 
 def _kept(path: str) -> dict:

@@ -7,8 +7,6 @@ Nothing is, unless the edge keeps it (``fuse/kept.py``).
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from aifs.core.errors import NotSupported
-
 
 class KeptHandle(NamedTuple):
     """An open file of programs."""
@@ -66,11 +64,6 @@ class KeptState:
     def commits(self, seq: int) -> None:
         """The current request is done if the transaction with this number is in the journal; 0: it
         is not going to be."""
-
-    def order(self, program: bytes) -> None:
-        """Go on with the AIFS of another interpreter. Raises Invalid; NotSupported if the mount
-        ends with its daemon."""
-        raise NotSupported("the mount ends with its daemon; set kernel.restarts at the next mount")
 
     def status(self) -> dict[str, Any]:
         """For ``aifs status``."""

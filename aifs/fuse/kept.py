@@ -21,11 +21,12 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any
 
 import aifs
-from aifs.core.errors import Invalid, MountError
+from aifs.core.errors import MountError
 from aifs.core.log import logger
 from aifs.core.waiting import current_unique
 from aifs.files.kept import Done, KeptHandle, KeptState
@@ -36,6 +37,7 @@ _log = logger(__name__)
 FORMAT = 1
 """A daemon goes on with a mount only if it has this format of the file."""
 
+_NAME = "aifs-kept"
 _WORD, _SLOT, _PAGE = 8, 4, 4096
 _put_rest = struct.Struct("=QQQ").pack_into
 """Writes a slot without its first word."""
@@ -100,7 +102,7 @@ class KeptMount(KeptState):
         """The kernel's number of the request read last."""
         self.is_taken = table is not None
         """See KeptState."""
-        self.table = os.memfd_create("aifs-kept", os.MFD_CLOEXEC) if table is None else table
+        self.table = os.memfd_create(_NAME, os.MFD_CLOEXEC) if table is None else table
         """A descriptor of the file."""
         if table is None:
             os.truncate(self.table, _BYTES)
@@ -309,12 +311,6 @@ class KeptMount(KeptState):
         """The mount ends in order."""
         self._put_head(Head.ENDED, 1)
 
-    def order(self, program: bytes) -> None:
-        if not program or len(program) >= ORDER_MAX or b"\0" in program:
-            raise Invalid("it takes the path of an interpreter")
-        self._map[ORDER_AT : ORDER_AT + len(program) + 1] = program + b"\0"
-        self._put_head(Head.ORDER, self.head(Head.ORDER) + 1)
-
     def status(self) -> dict[str, Any]:
         finished = self.head(Head.FINISHED)
         return {
@@ -327,6 +323,29 @@ class KeptMount(KeptState):
             "restarts": self.head(Head.RESTARTS),
             "last_death": describe_death(self.head(Head.DEATH)) if self.is_taken else "",
         }
+
+
+def order(pid: int, program: bytes) -> None:
+    """Have the AIFS of another interpreter go on with the mount of this daemon. Only who may
+    trace the daemon can: programs in a container, which have the mount alone, cannot have the host
+    run something. Raises MountError, OSError."""
+    if not program or len(program) >= ORDER_MAX:
+        raise MountError(f"{os.fsdecode(program)}: the path is too long")
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{name}"
+        with suppress(FileNotFoundError):
+            if os.readlink(path).startswith(f"/memfd:{_NAME} "):
+                break
+    else:
+        raise MountError(f"the daemon (pid {pid}) has nothing to go on with")
+    table = os.open(path, os.O_RDWR)
+    try:
+        at, word = HEAD_AT + _WORD * Head.ORDER, struct.Struct("=Q")
+        (orders,) = word.unpack(os.pread(table, _WORD, at))
+        os.pwrite(table, program + b"\0", ORDER_AT)
+        os.pwrite(table, word.pack(orders + 1), at)
+    finally:
+        os.close(table)
 
 
 def stand_by(table: int, turn: int) -> bool:

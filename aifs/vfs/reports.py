@@ -168,13 +168,6 @@ class MountStatus:
             get=lambda status, ask: status.tell(ask.caller),
         ),
         Hint(
-            "upgrade",
-            asks.ROOT,
-            "the path of an interpreter, whose AIFS goes on with the mount",
-            change=rights.mounter,
-            set=lambda status, ask: status.upgrade(ask.value),
-        ),
-        Hint(
             "info",
             ANY,
             "the inode and where its parts lie (aifs info)",
@@ -213,11 +206,6 @@ class MountStatus:
         self._trash = trash
         self._parts = parts
         self._started_s = time.monotonic()
-
-    def upgrade(self, program: bytes) -> None:
-        """Have the AIFS of another interpreter go on with the mount. Raises Invalid; NotSupported
-        if the mount ends with its daemon."""
-        self._kernel.kept.order(program)
 
     async def describe(self, ino: int) -> dict[str, Any]:
         """An inode, and where its parts lie. Raises NotFound."""

@@ -69,7 +69,6 @@ MAY_SET = {
     "order": READER,
     "fence": ADMIN,
     "config": ADMIN,  # and the user that has mounted
-    "upgrade": ADMIN,  # the same
     "scrub": ADMIN,
     "atime": ADMIN,
     "backup": ADMIN,

@@ -71,7 +71,7 @@ MAY_CHANGE_FILES = {
     "core/connections.py": {"open", "write"},  # of fusectl
     "fuse/bridge.py": {"write"},  # to the mount's descriptor
     "fuse/keeper.py": {"open", "pwrite", "write"},  # the log, fusectl, a file in memory
-    "fuse/kept.py": {"pwrite", "truncate", "write"},  # a file in memory, the mount's descriptor
+    "fuse/kept.py": {"open", "pwrite", "truncate", "write"},  # in memory, the mount's descriptor
 }
 
 
