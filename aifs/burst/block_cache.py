@@ -943,8 +943,7 @@ class BlockCache:
             work = (_write_map, (device.path, segments, self.block, state))
             try:
                 await gather([(device.server.workers, *work)])
-                left = {it: at for it, at in device.unsaved.items() if at > filled}
-                device.unsaved = left
+                device.unsaved = {it: at for it, at in device.unsaved.items() if at > filled}
             except _ERRORS as error:
                 self._fails(device, error)
             faults.reach(_SAVED)

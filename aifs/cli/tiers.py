@@ -144,8 +144,8 @@ _NAMES_MAX = 256
 """Of files in a call."""
 
 _SOON_S, _LATE_S = 0.1, 1.0
-"""A call that takes less is followed by one of more files, and of fewer if it takes longer: how far
-all is is told after each."""
+"""The next call takes more files if one took less than the first, and fewer if it took more than
+the second: the progress bar moves after each."""
 
 _PAUSE_S = 0.01
 
@@ -190,9 +190,9 @@ def warm_command(paths: tuple[str, ...], check: bool, limit: int | None) -> Repo
     """Stage the files PATH, and all below the directories PATH: read them from the data servers
     into blocks in the burst tier, so that programs read them at the local disk's speed.
 
-    What does not fit, or can be in no blocks, stays where it is, with exit code 1; data servers
-    that are as near as the burst tier need no blocks. Blocks may be evicted when room is needed;
-    aifs pin keeps files.
+    Files without room, and files that cannot be in blocks, stay where they are; the exit code is
+    1. Files whose data servers are as near as the burst tier need no blocks, and are no error.
+    Blocks may be evicted when room is needed; aifs pin keeps files.
     """
     require_files(paths)
     if check:
@@ -300,7 +300,7 @@ def _stage(paths: Sequence[str], limit: int | None) -> Iterator[dict[str, Any]]:
 
 
 def _by_attributes(paths: Sequence[str], name: str, limit: int | None = None) -> dict[str, Any]:
-    """What the calls answer, file by file, for a mount without its bridge."""
+    """The answer of the calls, made file by file: a mount without its bridge has no calls."""
     moved = Moves()
     for path in (file for path in paths for file, _ in door.walk(path)):
         try:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
 import click
 
@@ -36,17 +37,18 @@ def upgrade_command(mountpoint: str, python: str | None) -> Report:
     one goes on, and the exit code is 6.
     """
     path = door.require_aifs(mountpoint)
-    before = _kept(path)
+    status = door.read_status(path)
+    before = _kept(path, status)
     program = os.path.abspath(python or sys.executable)
-    _require_works(path, program)
-    _order(door.read_status(path)["pid"], program)
+    _require_works(path, program, status["source"])
+    _order(status["pid"], program)
     now, deadline_s = before, time.monotonic() + _TIMEOUT_S
     while now["finished"] <= before["orders"]:
         if time.monotonic() > deadline_s:
             raise TimeoutReached(f"{mountpoint}: {program} has not gone on with it yet")
         time.sleep(_PAUSE_S)
         with suppress(MountError):  # between two daemons
-            now = _kept(path)
+            now = _kept(path, door.read_status(path))
     if now["is_refused"]:
         raise MountError(
             f"{mountpoint}: {program} did not go on with it, so {now['program']} has; its log "
@@ -68,8 +70,9 @@ def _order(pid: int, program: str) -> None:
         ) from None
 
 
-def _kept(path: str) -> dict:
-    kept = door.read_status(path).get("keeper")
+def _kept(path: str, status: dict[str, Any]) -> dict[str, Any]:
+    """The report of the keeper. Raises MountError if there is none."""
+    kept = status.get("keeper")
     if not kept:
         raise MountError(
             f"{path}: this mount ends with its daemon; unmount it, and mount it again with "
@@ -78,10 +81,9 @@ def _kept(path: str) -> dict:
     return kept
 
 
-def _require_works(path: str, program: str) -> None:
-    """Raises MountError unless it has an AIFS that can mount, and read the store's
-    configuration."""
-    source = door.read_status(path)["source"]
+def _require_works(path: str, program: str, source: str) -> None:
+    """Raises MountError unless this interpreter has an AIFS that can mount, and that reads the
+    store's configuration."""
     check = [program, "-m", "aifs.cli.main", "mount", "--kept", "", source, path]
     try:
         done = subprocess.run(check, capture_output=True, text=True)

@@ -1,7 +1,7 @@
 """The storage of a data server: the one interface through which bytes are kept.
 
 ``DirectoryStorage`` keeps objects as files; ``MemoryStorage`` is the smallest one, and can do the
-least. What all servers have (workers, timing, health, errors) is in ``server.DataServer``.
+least. ``server.DataServer`` has the parts of all servers: workers, timing, health, errors.
 
 An *object* has a key (ino, oid) and is used through a *handle*, a number of the storage's. A *blob*
 is a small named file of the server: marker, claim, backups of the metadata. The contract is

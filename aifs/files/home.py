@@ -1,5 +1,5 @@
-"""What this host does for others: it reads, gives up or changes files whose newest bytes are here,
-and keeps mirrors of files of others (docs/design/homes.md)."""
+"""The work of this host for others: it reads, gives up or changes files whose newest bytes are
+here, and keeps mirrors of files of others (docs/design/homes.md)."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext

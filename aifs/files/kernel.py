@@ -1,4 +1,4 @@
-"""The kernel, as the filesystem sees it: what it is told, and passthrough."""
+"""The kernel, as the filesystem sees it: notifications to it, and passthrough."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

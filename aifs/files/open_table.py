@@ -2,8 +2,8 @@
 of files that grow without its knowing (by another host, or past its page cache).
 
 The kernel fills the page that holds a file's end with zeros. If it learns a larger size while it
-keeps that page, programs read zeros in place of bytes. So it is told the old size until it has
-dropped its pages.
+keeps that page, programs read zeros in place of bytes. So replies have the old size until it
+has dropped its pages.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set

@@ -148,7 +148,7 @@ class SettledReads:
         )
 
     def _plan(self, part: SettledPart, found: _Stored) -> _Span | _Call | None:
-        """What fills the part, or None."""
+        """The read or call that fills the part; None if there is none."""
         inode, copy = found.inode, found.inode.copy
         if copy is not None and copy.server not in self._servers.elsewhere:
             self._tier.touch(copy.id)

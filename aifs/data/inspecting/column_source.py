@@ -1,8 +1,8 @@
 """The right bytes of one column of an object set: read from its object, or told by others.
 
 A column that only moves is read in place, and compared with checksums that cover whole runs of it;
-else a wrong byte stays for a scrub to find. A column told by others is right: each MiB of the file
-that it is part of is told without columns that may be wrong, until the checksum is right.
+else a wrong byte stays for a scrub to find. A column computed from others is right: each MiB of the
+file that it is part of is computed without the columns that may be wrong, until its checksum fits.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence

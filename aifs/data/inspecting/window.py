@@ -1,4 +1,4 @@
-"""Rows of an object set in memory: what each column has, what it should have, differences.
+"""Rows of an object set in memory: the bytes of each column, the right bytes, the differences.
 
 Pure except for the memory. ``judge`` takes long, and is called in worker threads.
 """
@@ -22,7 +22,7 @@ Span = tuple[int, int]
 
 
 class Flaw(NamedTuple):
-    """Wrong bytes of a column's object; ``right``: what belongs there, or None if unknown."""
+    """Wrong bytes of a column's object; ``right``: the bytes that belong there, None if unknown."""
 
     column: int
     kind: str

@@ -1,8 +1,8 @@
 """Reads of a protected object set that survive lost, wrong, or late columns.
 
 A *healthy* read has a good column for each data column, and costs the same as without protection. A
-*hedged* read that takes too long is told around late columns, too. A data column without a good one
-is told by parity: by whole rows, through the read cache for a stream.
+*hedged* read that takes too long goes around late columns, too. A data column without a good copy
+is computed from parity: by whole rows, through the read cache for a stream.
 """
 
 import math
