@@ -1,0 +1,181 @@
+"""Buckets (aifs/data/bucket.py), in memory and of moto's S3, and what errors of a store mean."""
+
+import errno
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from aifs.core.errors import StoreError
+from aifs.data import bucket as module
+from aifs.data.bucket import PART, Bucket
+from tests.support.object_stores import KEYS, Scripted, make_bucket, moto, s3_error
+
+MS = timedelta(milliseconds=1)
+
+pytest.importorskip("obstore", reason="needs obstore: pip install '.[objects]'")
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with moto() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(params=["memory", "s3"])
+def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
+    name = tmp_path.name.replace("_", "-").replace("[", "-").replace("]", "-").lower()
+    if request.param == "memory":
+        return Bucket(f"memory://{name}")
+    endpoint = request.getfixturevalue("endpoint")
+    make_bucket(endpoint, name)
+    return Bucket(f"s3://{name}/some/prefix?endpoint={endpoint}")
+
+
+def test_objects_are_put_read_listed_and_deleted(bucket: Bucket) -> None:
+    assert bucket.get("a/b") is None and bucket.head("a/b") is None
+    etag = bucket.put("a/b", b"content")
+    assert bucket.get("a/b") == (b"content", etag)
+    assert bucket.head("a/b")[:3] == ("a/b", 7, etag)
+    buffer = bytearray(5)
+    assert bucket.read_into("a/b", memoryview(buffer), 1, etag) == 5 and buffer == b"onten"
+    assert bucket.read_into("a/b", memoryview(buffer), 5) == 2 and buffer[:2] == b"nt"
+    for number in range(5):
+        bucket.put(f"a/{number}", b"")
+    bucket.put("ab", b"")
+    pages = list(bucket.pages("a", after="a/1", size=2))
+    assert [[found.key for found in page] for page in pages] == [["a/2", "a/3"], ["a/4", "a/b"]]
+    bucket.delete(["a/missing", "a/1", "a/b"])
+    bucket.delete(["a/1"])
+    bucket.delete([])
+    assert [found.key for page in bucket.pages("a") for found in page] == [
+        "a/0", "a/2", "a/3", "a/4",
+    ]  # fmt: skip
+
+
+def test_an_object_is_put_only_over_what_was_expected(bucket: Bucket) -> None:
+    assert bucket.put("key", b"1", "no such etag") is None
+    first = bucket.put("key", b"1", None)
+    assert first and bucket.put("key", b"2", None) is None
+    second = bucket.put("key", b"2", first)
+    assert second and bucket.put("key", b"3", first) is None
+    assert bucket.get("key") == (b"2", second)
+    with pytest.raises(OSError, match="was replaced meanwhile") as raised:
+        bucket.read_into("key", memoryview(bytearray(1)), 0, first)
+    assert raised.value.errno == errno.ESTALE
+
+
+def test_large_objects_are_uploaded_whole_or_not_at_all(bucket: Bucket) -> None:
+    content = os.urandom(PART + 100)
+    with bucket.upload("large") as upload:
+        upload.write(content[:PART])
+        assert bucket.head("large") is None
+        upload.write(memoryview(content)[PART:])
+    assert bucket.get("large")[0] == content
+    with pytest.raises(ZeroDivisionError), bucket.upload("other") as upload:
+        upload.write(content)
+        1 / 0  # noqa: B018
+    assert bucket.head("other") is None
+
+
+# --- errors ---
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, Bucket]]:
+    few = {"max_retries": 2, "backoff": {"init_backoff": MS, "max_backoff": MS}}
+    monkeypatch.setattr(module, "REPEAT", few)
+    server = Scripted()
+    yield server, Bucket(f"s3://name?endpoint={server.endpoint}")
+    server.close()
+
+
+ERRORS = [
+    (403, "AccessDenied", errno.EACCES, "access is denied; allow to list"),
+    (403, "InvalidAccessKeyId", errno.EACCES, "does not accept the key"),
+    (403, "RequestTimeTooSkewed", errno.EACCES, "the clocks of host and store differ"),
+    (403, "QuotaExceeded", errno.EDQUOT, "a quota of the store"),
+    (403, "InvalidObjectState", errno.EIO, "has to be restored first"),
+    (404, "NoSuchBucket", errno.ENOENT, "there is no such bucket; create it"),
+    (400, "AuthorizationHeaderMalformed", errno.EINVAL, "set its region"),
+    (429, "TooManyRequests", errno.EBUSY, "asked for fewer requests"),
+    (503, "SlowDown", errno.EBUSY, "asked for fewer requests"),
+    (500, "InternalError", errno.EIO, "the store failed"),
+    (507, "XMinioStorageFull", errno.ENOSPC, "the store is full"),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "number", "text"), ERRORS)
+def test_errors_say_what_to_do(
+    scripted: tuple[Scripted, Bucket], status: int, code: str, number: int, text: str
+) -> None:
+    server, bucket = scripted
+    server.script = [(status, s3_error(code))]
+    for call in (
+        lambda: bucket.get("a/key"),
+        lambda: bucket.put("a/key", b"x"),
+        lambda: bucket.delete(["a/key"]),
+        lambda: list(bucket.pages("a/key")),
+    ):
+        with pytest.raises(OSError, match=text) as raised:
+            call()
+        assert raised.value.errno == number
+        assert raised.value.filename == "s3://name/a/key"
+        assert code in str(raised.value)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_what_passes_is_tried_again(scripted: tuple[Scripted, Bucket], status: int) -> None:
+    server, bucket = scripted
+    server.script = [(status, s3_error("SlowDown"))] * 2 + [(200, b"content")]
+    assert bucket.get("key") == (b"content", '"1"')
+    server.script = [(status, s3_error("SlowDown"))] * 2 + [(200, b"")]
+    assert bucket.put("key", b"x", None)
+
+
+def test_a_store_that_cannot_be_reached_is_named(scripted: tuple[Scripted, Bucket]) -> None:
+    bucket = Bucket("s3://name/prefix?endpoint=http://127.0.0.1:1")
+    with pytest.raises(OSError, match="the store cannot be reached; see endpoint") as raised:
+        bucket.get("key")
+    assert raised.value.filename == "s3://name/prefix/key"
+
+
+# --- settings ---
+
+
+def test_settings_come_from_files_and_the_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    with pytest.raises(StoreError, match="the secret of a bucket cannot be read: No such file"):
+        Bucket(f"s3://name?secret={secret}")
+    secret.write_text("aws_access_key_id = a\naws_secret_access_key = b\n[other]\nregion = x\n")
+    secret.chmod(0o644)
+    with pytest.raises(StoreError, match="others may read the secret"):
+        Bucket(f"s3://name?secret={secret}")
+    secret.chmod(0o600)
+    assert module.settings_of("s3://name", f"secret={secret}&region=y") == {
+        "aws_access_key_id": "a",
+        "aws_secret_access_key": "b",
+        "region": "y",
+    }
+    assert module.settings_of("s3://name", f"secret={secret}&profile=other") == {"region": "x"}
+    with pytest.raises(StoreError, match=r"no section \[third\]"):
+        Bucket(f"s3://name?secret={secret}&profile=third")
+    with pytest.raises(StoreError, match="must not stand in a URL"):
+        Bucket("s3://name?aws_secret_access_key=b")
+    with pytest.raises(StoreError, match="'endpoinnt' is not valid for store 'S3'"):
+        Bucket("s3://name?endpoinnt=http://h")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(secret))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    assert module.settings_of("s3://name", "") == {}, "keys of the environment come first"
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    assert module.settings_of("s3://name", "")["aws_access_key_id"] == "a"

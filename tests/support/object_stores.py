@@ -1,0 +1,75 @@
+"""Object stores to test with: moto's server, which speaks S3 on loopback, and one of errors."""
+
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+
+
+@contextmanager
+def moto() -> Iterator[str]:
+    """Its endpoint; whatever it keeps is in memory."""
+    server = pytest.importorskip("moto.server", reason="needs moto: pip install '.[test]'")
+    threaded = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    threaded.start()
+    try:
+        yield "http://{}:{}".format(*threaded.get_host_and_port())
+    finally:
+        threaded.stop()
+
+
+def make_bucket(endpoint: str, name: str) -> None:
+    request = urllib.request.Request(f"{endpoint}/{name}", method="PUT")
+    with urllib.request.urlopen(request):
+        pass
+
+
+def s3_error(code: str) -> bytes:
+    return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>m</Message></Error>".encode()
+
+
+class Scripted:
+    """An endpoint that answers with ``script``, one after another; the last one for ever."""
+
+    def __init__(self) -> None:
+        self.script: list[tuple[int, bytes]] = []
+        """Status and body."""
+        self.asked: list[str] = []
+        """METHOD PATH of all requests."""
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                outer.asked.append(f"{self.command} {self.path}")
+                status, body = outer.script[0]
+                if len(outer.script) > 1:
+                    del outer.script[0]
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("ETag", '"1"')
+                self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
