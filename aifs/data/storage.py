@@ -8,10 +8,12 @@ is a small named file of the server: marker, claim, backups of the metadata. The
 tests/contract/test_storage.py. It depends on what a storage can do (``Storage``):
 
 * Without ``in_place`` an object is written once: at any offset, in any order, by the handle that
-  made it, until that is synced. Then it is immutable, and nobody else sees it before. So changes
-  in a drained file become new objects under a new oid; changes in place raise NotSupported.
-* Without ``append`` a synced object does not grow: containers cannot be kept there, and raise
-  NotSupported when they are begun.
+  made it, until that is synced. Each byte should come once, and the bytes about in order: a storage
+  that sends them on may refuse others with an OSError. Then the object is immutable, and nobody
+  else sees it before. So changes in a drained file become new objects under a new oid; changes in
+  place raise NotSupported.
+* Without ``append`` a synced object does not grow: a container there is written by one append,
+  and sealed.
 * Without ``holes`` all of an object counts as data, and nothing can be punched.
 * Without ``descriptor`` a handle means nothing to the kernel: no passthrough, lease, fallocate. A
   burst directory must have it.

@@ -10,7 +10,7 @@ import trio
 from aifs.burst.making import InChunks
 from aifs.burst.movers import Movers
 from aifs.core import faults
-from aifs.core.errors import NotSupported, Unavailable
+from aifs.core.errors import Unavailable
 from aifs.data.containers import pieces
 from aifs.data.containers.appending import Appended, Appending, append
 from aifs.data.containers.chunked import ChunkedObjects
@@ -133,7 +133,7 @@ class Containers:
         """Whether there are servers for containers of this redundancy, as ``slots`` says."""
         try:
             return bool(self.slots(redundancy, allowed, storage_class))
-        except (NotSupported, Unavailable):
+        except Unavailable:
             return False
 
     def slots(
@@ -144,15 +144,13 @@ class Containers:
 
         The layouts change only with the servers, else ever more containers would be begun. If too
         few work, the others get columns, which are rebuilt elsewhere. Raises Unavailable if even so
-        there are too few, NotSupported if there is no such server.
+        there are too few.
         """
-        candidates = tuple(
-            candidate
-            for candidate in self._servers.candidates(storage_class)
-            if self._servers[candidate.id].storage.append
-        )
+        candidates = self._servers.candidates(storage_class)
+        growing = tuple(c for c in candidates if self._servers[c.id].storage.append)
+        candidates = growing or candidates  # objects that do not grow are packs, of one append each
         if not candidates:
-            raise NotSupported("no data server can keep containers: objects there do not grow")
+            raise Unavailable(f"no data server of the class {storage_class!r} can be used")
         chosen = tuple(c for c in candidates if c.id in allowed) or candidates
         if not redundancy.is_protected:
             return tuple(container_layout((candidate.id,)) for candidate in chosen)
@@ -279,6 +277,10 @@ class Containers:
         self.files.moved(container)  # columns may have failed
         for garbage in await self._engine.transact(chunks.seal_container, container):
             self._collector.add_garbage(garbage)
+
+    def grows(self, layout: Striped) -> bool:
+        known = map(self._servers.find, layout.servers)
+        return all(server is None or server.storage.append for server in known)
 
     def changed(self, container: int, layout: Striped) -> None:
         self.files.changed(container, layout)

@@ -110,6 +110,9 @@ class Shelf:
     async def seal(self, container: int) -> None:
         self.sealed.add(container)
 
+    def grows(self, layout: Striped) -> bool:
+        return True
+
     def changed(self, container: int, layout: Striped) -> None:
         self.files.changed(container, layout)
 

@@ -49,6 +49,10 @@ class Catalogue(Protocol):
     async def seal(self, container: int) -> None:
         """Nothing will be appended any more, and no chunk in it waits to be recorded."""
 
+    def grows(self, layout: Striped) -> bool:
+        """Whether containers laid out so take more than one append; else they are written once,
+        and sealed."""
+
     def changed(self, container: int, layout: Striped) -> None:
         """Reads behind the container's table entry may differ from now on."""
 
@@ -115,8 +119,12 @@ class ContainerWriter:
         stripes = deal([piece.space for piece in pieces], len(slots), self._turn)
         self._turn += len(stripes)
         lanes: dict[tuple[int, int], list[Stripe]] = {}
-        width = max(1, _LANES_MIN // len(slots))
+        lanes_of = {
+            slot: max(1, _LANES_MIN // len(slots)) if self._catalogue.grows(layout) else 1
+            for slot, layout in enumerate(slots)
+        }
         for number, stripe in enumerate(stripes):
+            width = lanes_of[stripe.slot]
             lanes.setdefault((stripe.slot, number // len(slots) % width), []).append(stripe)
         try:
             try:
@@ -128,8 +136,10 @@ class ContainerWriter:
                 )
             except BaseException as error:
                 work.undo()
+                for room in work.starts:
+                    room.full = room.full or not self._catalogue.grows(room.layout)
                 if isinstance(error, NoSpace | QuotaExceeded):  # others could use what room it has
-                    for room in work.starts:
+                    for room in (room for room in work.starts if not room.full):
                         with suppress(FsError):  # the next append tries again
                             await self._append(work, room, [])
                 raise
@@ -197,7 +207,7 @@ class ContainerWriter:
             for number, place in zip(numbers, appended.places, strict=True):
                 work.places[number] = place
             room.end, room.unread = appended.end, room.unread | appended.unread
-            room.full = room.unread > 0
+            room.full = room.unread > 0 or not self._catalogue.grows(room.layout)
         return True
 
     def _fits(self, room: Room, space: int) -> bool:
@@ -208,7 +218,7 @@ class ContainerWriter:
         idle = self._idle.get(layout, [])
         while idle:
             room = idle.pop()
-            if self._fits(room, space):
+            if self._fits(room, space) and self._catalogue.grows(layout):
                 return room
             room.full = True
             await self._seal_if_done(room)
