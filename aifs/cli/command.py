@@ -170,12 +170,15 @@ class _PathType(click.ParamType):
 
     name = "path"
 
-    def __init__(self, may_be_stuck: bool = False) -> None:
+    def __init__(self, may_be_stuck: bool = False, may_be_bucket: bool = False) -> None:
         self._may_be_stuck = may_be_stuck
+        self._may_be_bucket = may_be_bucket
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if not value:
             self.fail("it is empty; was a variable not set?", param, ctx)
+        if not is_path(value) and self._may_be_bucket:
+            return value
         if not is_path(value):
             self.fail(f"{value} is not the path of a file or directory", param, ctx)
         inside: set[str] = set() if ctx is None else ctx.meta.setdefault("aifs.inside", set())
@@ -218,6 +221,7 @@ class _Quantity(click.ParamType):
 
 PATH = _PathType()
 MOUNTPOINT = _PathType(may_be_stuck=True)  # of commands that see to stuck mounts themselves
+SERVER = _PathType(may_be_bucket=True)  # the directory of a server, or s3://BUCKET/PREFIX
 SIZE = _Quantity("size", parse_size)  # bytes
 COUNT = _Quantity("count", parse_count)
 DURATION = _Quantity("duration", parse_duration)  # seconds

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from aifs.cli import door
-from aifs.cli.command import DURATION, PATH, Column, Report, Table, group, number
+from aifs.cli.command import DURATION, PATH, SERVER, Column, Report, Table, group, number
 from aifs.cli.door import aifs_at, holder_of, mount_of, read_status
 from aifs.cli.output import count, duration, print_error, progress, rate, size
 from aifs.core.errors import (
@@ -24,6 +24,7 @@ from aifs.core.errors import (
     StoreError,
     TimeoutReached,
 )
+from aifs.core.names import is_path
 from aifs.core.units import format_duration
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def describe_left(server: dict[str, Any]) -> str:
     examples="aifs server add /srv/store /mnt/disk5/aifs\n"
     "aifs server add --domain rack-b /mnt/store /mnt/b5/aifs\n"
     "aifs server add --class cold /mnt/store /mnt/disks/aifs\n"
+    "aifs server add --class archive /mnt/store s3://bucket/aifs\n"
     "aifs server add --burst /srv/store /nvme1/aifs-burst",
 )
 @click.option("--burst", is_flag=True, help="Add it to the burst tier: a directory on local NVMe.")
@@ -127,15 +129,16 @@ def describe_left(server: dict[str, Any]) -> str:
     help="It is for files that have aged, and not for new ones: see user.aifs.age.",
 )
 @click.argument("place", metavar="PLACE", type=PATH)
-@click.argument("directory", type=PATH)
+@click.argument("directory", type=SERVER)
 def add_command(burst: bool, domain: str, storage_class: str, place: str, directory: str) -> Report:
-    """Make the empty DIRECTORY a data server of the store. New files use it, unless it has a class.
+    """Make the empty DIRECTORY, or an unused prefix of a bucket, a data server of the store. New
+    files use it, unless it has a class.
 
     The store remembers its servers; a YAML file need not list those that were added.
     """
     import trio
 
-    directory = os.path.abspath(directory)
+    directory = _whole(directory)
 
     async def add() -> dict[str, Any]:
         async with opened(place, adding=directory) as door:
@@ -158,6 +161,10 @@ def _find(state: dict[str, Any], **fields: Any) -> dict[str, Any]:
             f"{', '.join(f'{k} {v}' for k, v in fields.items())}"
         )
     return found[-1]
+
+
+def _whole(address: str) -> str:
+    return os.path.abspath(address) if is_path(address) else address
 
 
 def _described(server: dict[str, Any]) -> str:
@@ -249,17 +256,18 @@ async def wait_for_order(door: Any, which: dict[str, Any], timeout_s: float | No
 @_TIMEOUT
 @click.argument("place", type=PATH)
 @click.argument("server", metavar="ID", type=_ID)
-@click.argument("directory", type=PATH)
+@click.argument("directory", type=SERVER)
 def replace_command(
     wait: bool, timeout_s: float | None, place: str, server: int, directory: str
 ) -> Report:
-    """Have the empty DIRECTORY take over from the data server ID, under a number of its own.
+    """Have the empty DIRECTORY, or an unused prefix of a bucket, take over from the data server ID,
+    under a number of its own.
 
     Objects that the old server still reads are moved; others are rebuilt from replicas or parity.
     """
     import trio
 
-    directory, which = os.path.abspath(directory), _which(False, server)
+    directory, which = _whole(directory), _which(False, server)
 
     async def replace() -> tuple[dict[str, Any], bool]:
         async with opened(place, adding=directory) as door:

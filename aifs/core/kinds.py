@@ -241,7 +241,7 @@ def _parse_paths(value: Any, base: str) -> tuple[str, ...]:
 
 
 def _parse_servers(value: Any, base: str) -> tuple[ServerPlace, ...]:
-    servers = value.split(":") if isinstance(value, str) else value
+    servers = re.split(r":(?!//)", value) if isinstance(value, str) else value
     if not isinstance(servers, list) or not servers or servers == [""]:
         raise ValueError
     return tuple(_parse_server(server, base) for server in servers)

@@ -77,10 +77,14 @@ class Bucket:
         """Without parameters: for people."""
         self._obstore = obstore
         self._faults = (obstore.exceptions.BaseError, FileNotFoundError)
+        self.place = (self.url, "")
+        """Differs between any two: the URL, and the endpoint that it names."""
         if self.url.startswith("memory://"):
             self._store = _MEMORY.setdefault(self.url, obstore.store.MemoryStore())
             return
         settings = settings_of(self.url, query)
+        endpoints = (value for name, value in settings.items() if "endpoint" in name)
+        self.place = (self.url, next(endpoints, ""))
         try:
             self._store = obstore.store.from_url(
                 self.url.rstrip("/"),

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime, timezone
+from itertools import filterfalse
 
 from aifs.core.config import DIRECTORY_FILE, Config, is_directory_source
 from aifs.core.errors import StoreError
@@ -42,24 +43,33 @@ def recorded_path(config: Config, path: str) -> str:
 def same_directories(named: Iterable[str], known: Sequence[str]) -> dict[str, str]:
     """The ``known`` path that each of ``named`` means, if any. Symlinks are followed only for paths
     written differently: what is behind may hang."""
-    by_words = {os.path.abspath(path): path for path in known}
-    same = {
-        path: by_words[os.path.abspath(path)] for path in named if os.path.abspath(path) in by_words
-    }
-    others = [path for path in named if path not in same]
+    by_words = {_in_words(path): path for path in known}
+    same = {path: by_words[_in_words(path)] for path in named if _in_words(path) in by_words}
+    others = [path for path in named if path not in same and is_path(path)]
     if others:
-        by_links = {os.path.realpath(path): path for path in known if path not in same.values()}
+        left = [path for path in known if path not in same.values() and is_path(path)]
+        by_links = {os.path.realpath(path): path for path in left}
         same |= {
             path: by_links[real] for path in others if (real := os.path.realpath(path)) in by_links
         }
     return same
 
 
+def _in_words(path: str) -> str:
+    return os.path.abspath(path) if is_path(path) else path
+
+
 def require_distinct(paths: list[str], written: Collection[str] = ()) -> None:
     """Raises StoreError if one is, holds, or lies in another. ``written``: not to be touched
     now."""
+    buckets: dict[str, str] = {}
+    for address in filterfalse(is_path, paths):
+        prefix = address.partition("?")[0].rstrip("/")
+        if prefix in buckets:
+            raise StoreError(f"{address}: is {buckets[prefix]}; each server needs its own prefix")
+        buckets[prefix] = address
     seen: dict[str, str] = {}
-    for path in paths:
+    for path in filter(is_path, paths):
         real = os.path.abspath(path) if path in written else os.path.realpath(path)
         for other, named in seen.items():
             if os.path.commonpath([real, other]) in (real, other):
@@ -74,7 +84,7 @@ def require_usable(role: str, path: str, *, force: bool = False, store: str = ""
     StoreError. ``store``: with only its marker and claim it counts as empty: adding it was
     interrupted."""
     if not is_path(path):
-        _require_unmarked(path, force)
+        _require_unmarked(path, force, store)
         return
     try:
         names = os.listdir(path)
@@ -115,12 +125,14 @@ def require_empty_source(config: Config) -> None:
             raise StoreError(f"{config.source}: holds {name!r}; use an empty directory")
 
 
-def _require_unmarked(address: str, force: bool) -> None:
+def _require_unmarked(address: str, force: bool, store: str) -> None:
     storage = storage_at(address)
     try:
-        storage.read_marker()
+        marker = storage.read_marker()
     except StoreError:
         return
+    if marker.store == store and next(storage.list_all(), None) is None:
+        return  # adding it was interrupted
     if not force:
         raise StoreError(f"{address}: holds a store already; --force erases it and all files in it")
 

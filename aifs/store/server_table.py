@@ -119,6 +119,8 @@ class ServerTable:
     def _mark(self, directory: str, others: list[DataServer], role: str, number: int) -> None:
         paths = [directory, self._config.meta.directory, *(server.address for server in others)]
         silent = [server.address for server in others if server.absent or server.hangs]
+        if role == "burst" and not is_path(directory):
+            raise StoreError(f"{directory}: a burst directory must be on a disk of this machine")
         try:
             directories.require_distinct(paths, silent)
             directories.require_usable(role, directory, store=self._store)

@@ -12,6 +12,7 @@ from aifs.core.config import Config
 from aifs.core.errors import Invalid
 from aifs.core.kinds import parse_domain
 from aifs.core.log import logger
+from aifs.core.names import is_path
 from aifs.data.marker import ROLES
 from aifs.data.servers import Servers
 from aifs.files import rights
@@ -30,9 +31,15 @@ async def _add(
     admin: ServerAdmin, path: str, role: str = "data", domain: str = "", **more: Any
 ) -> None:
     storage_class = parse_class(more.pop("class", ""))  # which is a word of Python's
-    if more or not os.path.isabs(path):
-        raise ValueError(f"{path!r} is not an absolute path" if not more else f"{[*more]}")
+    if more:
+        raise ValueError(f"{[*more]}")
+    _require_whole(path)
     await admin.add(path, _role(role), parse_domain(domain), storage_class)
+
+
+def _require_whole(address: str) -> None:
+    if is_path(address) and not os.path.isabs(address):
+        raise ValueError(f"{address!r} is not an absolute path")
 
 
 async def _add_burst(admin: ServerAdmin, path: str) -> None:
@@ -44,8 +51,7 @@ async def _drain(admin: ServerAdmin, id: int, role: str = "data", undo: bool = F
 
 
 async def _replace(admin: ServerAdmin, id: int, path: str) -> None:
-    if not os.path.isabs(path):
-        raise ValueError(f"{path!r} is not an absolute path")
+    _require_whole(path)
     await admin.replace(_id("data", id), path)
 
 

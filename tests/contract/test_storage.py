@@ -6,19 +6,25 @@ import random
 import shutil
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from aifs.core.errors import NotSupported, StoreError
+from aifs.data import bucket_storage
+from aifs.data.bucket import Bucket
+from aifs.data.bucket_storage import BucketStorage
 from aifs.data.directory_storage import DirectoryStorage
 from aifs.data.marker import FORMAT, NAME, Identity, Marker, encode_marker
 from aifs.data.storage import BACKUP, CLAIM, NEAR, Storage, StoredObject
 from tests.support.data_servers import STORE, make_server
 from tests.support.memory_storage import BUCKETS, MemoryStorage
+from tests.support.object_stores import KEYS, make_bucket, moto
 
 KEY = (7, 5 * NEAR + 3)
 IDENTITY = Identity(STORE, "data", 0)
+NUMBERS = count()
 
 
 class Kind:
@@ -37,6 +43,9 @@ class Kind:
         """As a filesystem that is no longer mounted, or a host that cannot be reached."""
         if self.kind is MemoryStorage:
             BUCKETS[self.address].is_there = False
+        elif self.kind is BucketStorage:
+            bucket = Bucket(self.address)
+            bucket.delete([found.key for page in bucket.pages("") for found in page])
         else:
             shutil.move(self.address, f"{self.address}.away")
 
@@ -44,22 +53,44 @@ class Kind:
         marker = Marker(FORMAT, STORE, "data", number, "2025-01-01T00:00:00+00:00")
         if self.kind is MemoryStorage:
             BUCKETS[self.address].blobs[NAME] = encode_marker(marker)
+        elif self.kind is BucketStorage:
+            Bucket(self.address).put(NAME, encode_marker(marker))
         else:
             shutil.move(self.address, f"{self.address}.away")
             make_server(Path(self.address), number)
 
 
-@pytest.fixture(params=[DirectoryStorage, MemoryStorage], ids=lambda kind: kind.__name__)
-def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kind]:
-    if request.param is DirectoryStorage:
-        yield Kind(DirectoryStorage, make_server(tmp_path / "server", 0))
-        return
-    address = f"memory:{tmp_path}"
-    MemoryStorage(address)
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with moto() as found:
+        yield found
+
+
+@pytest.fixture(params=["directory", "memory", "bucket in memory", "bucket of moto"])
+def made(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Kind]:
     marker = Marker(FORMAT, STORE, "data", 0, "2025-01-01T00:00:00+00:00")
-    BUCKETS[address].blobs[NAME] = encode_marker(marker)
-    yield Kind(MemoryStorage, address)
-    del BUCKETS[address]
+    if request.param == "directory":
+        yield Kind(DirectoryStorage, make_server(tmp_path / "server", 0))
+    elif request.param == "memory":
+        address = f"memory:{tmp_path}"
+        MemoryStorage(address)
+        BUCKETS[address].blobs[NAME] = encode_marker(marker)
+        yield Kind(MemoryStorage, address)
+        del BUCKETS[address]
+    else:
+        pytest.importorskip("obstore", reason="needs obstore: pip install '.[objects]'")
+        monkeypatch.setattr(bucket_storage, "FRESH_S", 0)
+        for name, value in KEYS.items():
+            monkeypatch.setenv(name, value)
+        address = f"memory:/{tmp_path}"
+        if request.param == "bucket of moto":
+            endpoint, name = request.getfixturevalue("endpoint"), f"bucket-{next(NUMBERS)}"
+            make_bucket(endpoint, name)
+            address = f"s3://{name}/prefix?endpoint={endpoint}"
+        BucketStorage(address).mark(marker)
+        yield Kind(BucketStorage, address)
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ PAGES = (
     "docs/guide/training.md",
     "docs/operate/configure.md",
     "docs/operate/metrics.md",
+    "docs/operate/objects.md",
     "docs/operate/install.md",
 )
 WITHOUT_BLOCKS = {
@@ -55,6 +56,7 @@ INSTEAD = {
     "python3 -m venv /opt/aifs": ("python3 -m venv --help", "a sweep makes one"),
     "/opt/aifs/bin/pip install '.[mount]'": ("true", "needs the network; a sweep does it"),
     "export PATH=/opt/aifs/bin:$PATH": ("true", "the test has its own"),
+    "pip install '.[objects]'": ("true", "needs the network"),
 }
 """Lines that do not run as they stand: the line that runs instead, and why."""
 
@@ -219,6 +221,15 @@ def run_pages(scratch: Path, pages: Iterable[str]) -> None:
 
 def test_the_first_pages_work(scratch: Path) -> None:
     run_pages(scratch, PAGES[:2])
+
+
+def test_the_page_of_buckets_works(scratch: Path) -> None:
+    if find_spec("obstore") is None or find_spec("moto") is None:
+        pytest.skip("needs obstore and moto: pip install '.[test]'")
+    try:
+        run_pages(scratch, ["docs/operate/objects.md"])
+    finally:
+        subprocess.run(["umount", "-l", scratch / "mnt-objects"], check=False, capture_output=True)
 
 
 @pytest.mark.sweep

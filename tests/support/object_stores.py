@@ -13,12 +13,14 @@ KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGIO
 
 @contextmanager
 def moto() -> Iterator[str]:
-    """Its endpoint; whatever it keeps is in memory."""
+    """The endpoint of an empty one, which keeps all in memory. One at a time."""
     server = pytest.importorskip("moto.server", reason="needs moto: pip install '.[test]'")
     threaded = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     threaded.start()
     try:
-        yield "http://{}:{}".format(*threaded.get_host_and_port())
+        endpoint = "http://{}:{}".format(*threaded.get_host_and_port())
+        urllib.request.urlopen(f"{endpoint}/moto-api/reset", b"").close()
+        yield endpoint
     finally:
         threaded.stop()
 

@@ -84,8 +84,6 @@ def test_an_empty_path_does_not_mean_the_current_directory(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["server", "add", "/s", "s3://bucket/aifs"],
-        ["server", "replace", "/s", "1", "s3://bucket"],
         ["format", "s3://bucket"],
         ["mount", "gs://bucket", "/m"],
         ["meta", "backup", "/s", "--to", "s3://bucket/meta"],
@@ -376,9 +374,9 @@ def test_format_takes_no_directory_that_holds_something_else(
     assert os.listdir(tmp_path) == ["thesis.tex"]
     (tmp_path / "thesis.tex").unlink()
     (tmp_path / "lost+found").mkdir()
-    (tmp_path / "aifs.yaml").write_text("servers: [s3://bucket, data/0]\n")
+    (tmp_path / "aifs.yaml").write_text("servers: [hdfs://name, data/0]\n")
     code, said = refused(capsys, "format", tmp_path)
-    assert code == 4 and "there are no data servers of kind 's3'" in said
+    assert code == 4 and "there are no data servers of kind 'hdfs'" in said
     (tmp_path / "aifs.yaml").write_text("burst: {directories: [s3://bucket]}\n")
     assert refused(capsys, "format", tmp_path)[0] == 3
     (tmp_path / "aifs.yaml").write_text("layout: {count: 2}\n")
