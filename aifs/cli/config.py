@@ -83,6 +83,27 @@ def get_command(place: str, key: str) -> Report:
     return Report(found, found["value"])
 
 
+@config_command.command(
+    "check",
+    short_help="Check a configuration before it is used.",
+    examples="aifs config check /etc/aifs/cluster.yaml\n"
+    "aifs config check /srv/store -o layout.unit=4MiB",
+)
+@click.argument("source", type=PATH)
+@click.option("-o", "options", multiple=True, metavar="KEY=VALUE,...", help="Keys, as for mount.")
+def check_command(source: str, options: tuple[str, ...]) -> Report:
+    """Check the configuration of SOURCE: that each key is known, each value one that it can have,
+    and that they fit together. The first fault is named with its file and line; the exit code is 3
+    then. No store and no network is needed; `aifs doctor` looks at those, too.
+    """
+    from aifs.core import config
+    from aifs.fuse.options import parse
+
+    _, overrides = parse(options, config.known_keys(), privileged=False)
+    loaded = config.load(source, overrides)
+    return Report({"source": loaded.source}, f"{loaded.source}: no fault")
+
+
 @config_command.command("set", examples=_EXAMPLES)
 @click.argument("mountpoint", type=PATH)
 @click.argument("key")
