@@ -32,6 +32,8 @@ MOUNT_PACKAGES = frozenset(
 """The packages of the extra ``mount``, as they are imported."""
 
 _OTHER_PACKAGES = {
+    "google": ("the driver for Kubernetes", "csi"),
+    "grpc": ("the driver for Kubernetes", "csi"),
     "matplotlib": ("figures", "figures"),
     "numpy": ("datasets", "data"),
     "psycopg": ("a host of many", "cluster,mount"),
@@ -72,7 +74,7 @@ fsck has its own, as fsck(8): see aifs fsck --help.
 
 _COMMANDS = {
     "Stores and mounts": "format mount upgrade umount status info host server config meta fsck "
-    "scrub",
+    "scrub csi",
     "Finding faults": "doctor why stats top trace profile debug bench",
     "Files and tiers": "drain warm evict pin unpin rm trash clone snapshot quota layout hint",
     "Checkpoints": "checkpoint group",

@@ -9,14 +9,14 @@ _LINKS_MAX = 40  # as in the kernel
 
 
 class Mount(NamedTuple):
-    """A line of mountinfo; ``device``: stat's number of its files; ``root``: the path mounted
-    there."""
+    """A line of mountinfo."""
 
-    device: int
-    mountpoint: str
-    fstype: str
-    source: str
-    root: str = "/"
+    device: int  # the number that stat reports of its files
+    mountpoint: str  # absolute
+    fstype: str  # such as fuse.aifs
+    source: str  # as mount(8) was told
+    root: str = "/"  # the path in the filesystem that is mounted there
+    options: tuple[str, ...] = ()  # of this mount, such as ro
 
 
 def all_mounts() -> list[Mount]:
@@ -74,7 +74,8 @@ def parse_line(line: bytes) -> Mount:
     major, _, minor = fields[2].partition(b":")
     device = os.makedev(int(major), int(minor))
     place, root = _unescape(fields[4]), _unescape(fields[3])
-    return Mount(device, place, os.fsdecode(fstype), _unescape(source), root)
+    options = tuple(os.fsdecode(fields[5]).split(","))
+    return Mount(device, place, os.fsdecode(fstype), _unescape(source), root, options)
 
 
 def _unescape(field: bytes) -> str:

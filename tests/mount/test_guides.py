@@ -40,6 +40,7 @@ PAGES = (
 )
 WITHOUT_BLOCKS = {
     "docs/operate/hosts.md",
+    "docs/operate/kubernetes.md",
     "docs/operate/servers.md",
     "docs/operate/troubleshoot.md",
     "docs/operate/update.md",

@@ -139,6 +139,18 @@ def test_a_wrong_configuration_exits_with_3(
     assert said == "-o layout.unti: unknown key; the nearest valid key is layout.unit"
 
 
+def test_a_configuration_is_checked_before_it_is_used(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "store.yaml"
+    file.write_text("meta: {directory: /none/meta}\nservers: [/none/a]\nlayout:\n  unit: 4MiB\n")
+    code, out, _ = run(capsys, "config", "check", file)
+    assert (code, out) == (0, f"{file}: no fault\n")
+    file.write_text(file.read_text().replace("4MiB", "5"))
+    code, said = refused(capsys, "config", "check", file)
+    assert code == 3 and said.startswith(f"{file}:4: layout.unit: 5 is not")
+
+
 # --- mount options --------------------------------------------------------------------------------
 
 KEYS = ["servers", "layout.unit"]
@@ -301,7 +313,7 @@ def test_mountinfo_is_decoded() -> None:
     line = (
         rb"36 35 98:2 / /mnt\040a\134b rw,noatime shared:1 - fuse.aifs /a\040b rw,user_id=0" + b"\n"
     )
-    found = (os.makedev(98, 2), "/mnt a\\b", "fuse.aifs", "/a b", "/")
+    found = (os.makedev(98, 2), "/mnt a\\b", "fuse.aifs", "/a b", "/", ("rw", "noatime"))
     assert mountinfo.parse_line(line) == found
 
 

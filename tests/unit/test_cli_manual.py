@@ -125,7 +125,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path):
 
 def test_commands_that_print_take_json() -> None:
     """Except those that run another command, or print a file in a format of its own."""
-    others = {"env run", "env use", "start run", "meta serve", "completion"}
+    others = {"env run", "env use", "start run", "meta serve", "csi", "completion"}
     for name, command in commands(cli).items():
         if not isinstance(command, click.Group):
             has = any("--json" in option.opts for option in command.params)

@@ -40,7 +40,8 @@ def requirements(extra: str | None = None) -> set[str]:
         parser["options.extras_require"][extra] if extra else parser["options"]["install_requires"]
     )
     names = {re.split(r"[<>=]", line)[0] for line in text.split()}
-    return {"yaml" if name == "PyYAML" else name for name in names}
+    imported_as = {"PyYAML": "yaml", "grpcio": "grpc", "protobuf": "google"}
+    return {imported_as.get(name, name) for name in names}
 
 
 def imported(module: str) -> Iterator[str]:
@@ -69,12 +70,14 @@ def test_the_client_imports_what_is_always_installed() -> None:
     client = {name for name in MODULES if name.startswith("aifs.client")}
     data = {name for name in client if name.startswith("aifs.client.data")}
     asked_by_url = {"aifs.client.fsspec"}
+    csi = {name for name in MODULES if name.startswith("aifs.csi")}
     images = {"aifs.client.startup.images"}  # imported by root, on hosts that mount
     for asked, extras, layers in (
         (client - data - asked_by_url - images, requirements(), {"client", "core"}),
         (images, requirements() | requirements("mount"), {"client", "core"}),
         (asked_by_url, requirements() | requirements("fsspec"), {"client", "core"}),
         (data, requirements() | requirements("data"), {"client", "core", "datasets", "layout"}),
+        (csi, requirements() | requirements("csi"), {"csi", "core"}),
     ):
         ours = reachable(asked)
         names = {name.partition(".")[0] for module in ours for name in imported(module)}
