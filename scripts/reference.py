@@ -1,9 +1,11 @@
-"""Write the reference from the registries of the code: docs/reference and aifs/fuse/aifs_ioctl.h.
+"""Write what is made from other files: docs/reference, aifs/fuse/aifs_ioctl.h and the manifests
+for Kubernetes.
 
 commands.md  the commands, of the tree of click
 config.md    the configuration keys, of config/default.yaml
 hints.md     the hints and calls, of their rows
 metrics.md   the metrics, of the table of figures
+aifs.yaml    the manifests, of the chart
 """
 
 import re
@@ -15,7 +17,7 @@ import click
 
 from aifs.cli.main import cli
 from aifs.watch.figures import FIGURES
-from scripts import hint_text
+from scripts import chart, hint_text
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 100
@@ -25,6 +27,7 @@ def documents() -> dict[str, str]:
     """The text of each file, by its path in the repository."""
     return {
         "aifs/fuse/aifs_ioctl.h": hint_text.c_header(),
+        "deploy/kubernetes/aifs.yaml": chart.render(),
         "docs/reference/commands.md": "\n".join(_commands()) + "\n",
         "docs/reference/config.md": "\n".join(_config()) + "\n",
         "docs/reference/hints.md": hint_text.reference(),
