@@ -721,32 +721,66 @@ def test_an_environment_from_an_init_container(
     csi.delete_volume(volume_id=volume_id)
 
 
+class DaemonPod:
+    """The program of the pod of a node's daemon, with a store of one host below ``place``."""
+
+    def __init__(self, place: Path, options: str) -> None:
+        [container] = pod_of("aifs-daemon", chart.render())["containers"]
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "NODE_NAME": "node-1",
+            "AIFS_STORE": str(place / "store"),
+            "AIFS_DIRECTORY": str(place),
+            "AIFS_OPTIONS": options,
+        }
+        command = [*container["command"], *container["args"]]
+        self.mountpoint = place / "mnt"
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        until(lambda: errno_of(self.daemon) == 0, "it is mounted")
+
+    def daemon(self) -> int:
+        """Its pid."""
+        return int(json.loads(os.getxattr(self.mountpoint, "user.aifs.status"))["pid"])
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait(TIMEOUT_S)
+        assert os.listdir(self.mountpoint) == []
+
+
 @pytest.mark.sweep
 def test_the_pod_of_the_daemon(scratch: Path) -> None:
-    """Its program mounts, says what the daemon logs, unmounts when it is told to end, and ends when
-    the daemon dies; the next one mounts in place of a dead mount."""
-    [container] = pod_of("aifs-daemon", chart.render())["containers"]
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "NODE_NAME": "node-1",
-        "AIFS_STORE": str(scratch / "store"),
-        "AIFS_DIRECTORY": str(scratch),
-        "AIFS_OPTIONS": "noatime",
-    }
-    mountpoint, status = scratch / "mnt", "user.aifs.status"
+    """It ends when the daemon dies. The next one mounts in place of the dead mount, and unmounts
+    when it is told to end."""
     aifs("format", scratch / "store")
-    for how in ("daemon", "pod"):
-        with open(scratch / "said", "wb") as said:
-            command = [*container["command"], *container["args"]]
-            pod = subprocess.Popen(command, env=environment, stdout=said)
-        until(lambda: errno_of(os.getxattr, mountpoint, status) == 0, "it is mounted")
-        (mountpoint / how).touch()
-        if how == "daemon":
-            pid = json.loads(os.getxattr(mountpoint, status))["pid"]
-            os.kill(pid, signal.SIGKILL)
-        else:
-            pod.terminate()
-        pod.wait(TIMEOUT_S)
-    assert sorted(os.listdir(mountpoint)) == []
+    first = DaemonPod(scratch, "noatime")
+    os.kill(first.daemon(), signal.SIGKILL)
+    first.process.wait(TIMEOUT_S)
+    second = DaemonPod(scratch, "noatime")
+    (second.mountpoint / "file").touch()
+    second.end()
+    aifs("fsck", scratch / "store")
+
+
+@pytest.mark.sweep
+def test_the_pod_of_a_daemon_that_is_followed_by_another(scratch: Path) -> None:
+    """With kernel.restarts the mount goes on, and so does a pod's volume."""
+    aifs("format", scratch / "store")
+    pod = DaemonPod(scratch, "kernel.restarts=3")
+    place = Volumes(str(pod.mountpoint / "volumes"))
+    call(ControllerService(place), "create_volume", name="a", volume_capabilities=ANY)
+    node, target = NodeService(place, "node-1"), str(scratch / "volume")
+    volume = {"volume_id": "a", "target_path": target}
+    publish = {"staging_target_path": "/x", "volume_capability": ANY[0], **volume}
+    call(node, "node_publish_volume", **publish)
+    with open(scratch / "volume/file", "w") as file:
+        before = pod.daemon()
+        os.kill(before, signal.SIGKILL)
+        file.write("still here")
+    assert (scratch / "volume/file").read_text() == "still here"
+    assert pod.daemon() != before and pod.process.poll() is None
+    call(node, "node_publish_volume", **publish)
+    call(node, "node_unpublish_volume", **volume)
+    pod.end()
     aifs("fsck", scratch / "store")

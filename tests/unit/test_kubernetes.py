@@ -134,3 +134,17 @@ def test_the_chart_has_the_version() -> None:
     values = yaml.safe_load((chart.CHART / "values.yaml").read_text())
     assert about["version"] == about["appVersion"] == aifs.__version__
     assert values["image"].endswith(f":{aifs.__version__}")
+
+
+def test_the_generated_module_is_that_of_the_interface(tmp_path: Path) -> None:
+    """Whichever version of protoc has made it."""
+    protoc = pytest.importorskip("grpc_tools.protoc")
+    root, name = DEPLOY.parents[1], "aifs/csi/csi_pb2.py"
+    well_known = Path(protoc.__file__).parent / "_proto"
+    words = [f"-I{well_known}", f"-I{root}", f"--python_out={tmp_path}", "aifs/csi/csi.proto"]
+    assert protoc.main(["protoc", *words]) == 0
+    old, new = (
+        [line for line in (place / name).read_text().splitlines() if "AddSerializedFile" in line]
+        for place in (root, tmp_path)
+    )
+    assert old == new and len(old) == 1
