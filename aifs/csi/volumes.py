@@ -180,9 +180,22 @@ class Volumes:
         return "", ""
 
     def remove(self, volume_id: str, place: str = "") -> None:
-        """In one step; its bytes go in the background. Nothing happens if it is not there."""
-        if _ID.fullmatch(volume_id):
-            self._remove(os.path.join(self._top(), place, volume_id))
+        """In one step, except for snapshots that programs have made in it; its bytes go in the
+        background. Nothing happens if it is not there."""
+        if not _ID.fullmatch(volume_id):
+            return
+        path = os.path.join(self._top(), place, volume_id)
+        try:
+            self._remove(path)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            for above, names, _, fd in os.fwalk(path):
+                if os.path.basename(above) == _SNAPSHOTS:
+                    for name in names:
+                        ioctl.call(fd, "remove", above, name=name)
+                    names.clear()
+            self._remove(path)
 
     def grow(self, volume: Volume, size: int) -> int:
         """Let it have that many bytes; it never gets smaller. Returns how many it has. Durable on

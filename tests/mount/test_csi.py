@@ -344,6 +344,19 @@ def test_snapshots(csi: Driver) -> None:
     csi.delete_volume(volume_id=two)
 
 
+def test_a_volume_goes_with_snapshots_that_programs_made_in_it(
+    csi: Driver, shared: Mounted, pod: Callable[..., Pod]
+) -> None:
+    volume_id = make(csi, "with-snapshots")
+    path = pod("one", volume_id).start()
+    for run in ("first", "second"):
+        (path / run).mkdir()
+        aifs("snapshot", "make", path / run, "before")
+    pod("one", volume_id).end()
+    csi.delete_volume(volume_id=volume_id)
+    assert not (shared.path / "volumes" / volume_id).exists()
+
+
 def test_lists_in_pages(csi: Driver) -> None:
     assert not csi.list_volumes().entries and not csi.list_snapshots().entries
     names = [f"listed-{number}" for number in range(5)]
