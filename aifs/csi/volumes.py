@@ -4,7 +4,7 @@ record.
     DIR/ID/data              a volume; a pod sees data alone
     DIR/.snapshots/NAME@ID   a snapshot, which outlives its volume
     DIR/.ephemeral/ID/data   a volume that lives as long as its pod
-    DIR/.new/ID/data         a volume that is being made
+    DIR/.new/ID@RANDOM/data  a volume that is being made
 
 DIR/ID has the quota, and an attribute with the words that the volume was made by. It gets its name
 when all below is there, by a rename, so a call that is cut off leaves nothing or all.
@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import Thread
@@ -41,6 +42,8 @@ HINTS = ("layout", "tier", "mirror", "trash", "age", "publish", "expected_size")
 """Parameters that are hints of the volume's directory."""
 PARAMETERS = ("files", "mode", "uid", "gid", *HINTS)
 _MODE = "0777"  # of new volumes: only pods that mount one reach it
+
+_MADE_BY_ANOTHER = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PLAIN = re.compile(r"(?!name-)[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
@@ -127,17 +130,24 @@ class Volumes:
 
     def make(self, volume_id: str, wanted: VolumeWanted, place: str = "") -> Volume:
         """Durable on return. Raises CallRefused: INVALID_ARGUMENT, NOT_FOUND (its source),
-        OUT_OF_RANGE (its source has more bytes)."""
+        OUT_OF_RANGE (its source has more bytes), ABORTED (another driver makes it at the same
+        time)."""
         _require_known(wanted.parameters, PARAMETERS)
         source = self._source(*wanted.source)
-        new = os.path.join(self._made(_NEW), volume_id)
-        self._remove(new)  # from a call that was cut off
+        below = self._made(_NEW)
+        for left in os.listdir(below):  # from calls that were cut off
+            if left.startswith(f"{volume_id}@"):
+                self._remove(os.path.join(below, left))
+        new = os.path.join(below, f"{volume_id}@{secrets.token_hex(8)}")
         os.mkdir(new, 0o700)
         try:
             self._fill(new, wanted, source)
             os.rename(new, os.path.join(self._made(place), volume_id))
-        except (OSError, CallRefused):
+        except (OSError, CallRefused) as error:
             self._remove(new)
+            if isinstance(error, OSError) and error.errno in _MADE_BY_ANOTHER:
+                reason = f"{volume_id}: another driver makes it, or its source is gone"
+                raise CallRefused(StatusCode.ABORTED, reason) from None
             raise
         return Volume(volume_id, wanted.size, _record(wanted))
 

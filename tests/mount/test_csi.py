@@ -523,6 +523,35 @@ def test_many_calls_at_once(csi: Driver, pod: Callable[..., Pod]) -> None:
     assert not csi.list_volumes().entries and not csi.list_snapshots().entries
 
 
+def test_two_controllers_at_once(csi: Driver, shared: Mounted) -> None:
+    """As for a moment when one follows another: a volume is made by one of them, whole."""
+    services = [ControllerService(Volumes(str(shared.path / "volumes"))) for _ in range(4)]
+    together = threading.Barrier(len(services))
+    wanted = {"volume_capabilities": ANY, "capacity_range": {"required_bytes": GIB}}
+
+    def code(service: ControllerService, method: str, **fields: Any) -> StatusCode:
+        together.wait()
+        try:
+            call(service, method, **fields)
+        except CallRefused as error:
+            return error.code
+        return StatusCode.OK
+
+    with ThreadPoolExecutor(len(services)) as threads:
+        for number in range(10):
+            name = f"both-{number}"
+            for method, fields in (
+                ("create_volume", {"name": name, **wanted}),
+                ("delete_volume", {"volume_id": name}),
+            ):
+                asked = [threads.submit(code, it, method, **fields) for it in services]
+                codes = {each.result() for each in asked}
+                assert codes <= {StatusCode.OK, StatusCode.ABORTED}
+                if method == "create_volume":
+                    assert make(csi, name, GIB) == name
+    assert not csi.list_volumes().entries and not os.listdir(shared.path / "volumes/.new")
+
+
 def test_another_driver_goes_on(shared: Mounted, scratch: Path) -> None:
     """Its end by any signal breaks no mount, and the next one knows all that there was."""
     place = shared.path / "volumes", scratch / "csi.sock"
