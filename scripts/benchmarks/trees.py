@@ -248,9 +248,10 @@ class TreeMount(MountedSystem):
         )
 
     def drain(self, directory: str) -> None:
-        """Return when all below is on the data servers."""
+        """Return when all below is on the data servers. Asking costs the daemon a look at each file
+        that is not, so not often."""
         self._set(directory, "drain")
-        self._await(lambda: not self._get(directory, "drain")["files"], 0.005)
+        self._await(lambda: not self._get(directory, "drain")["files"])
 
     def evict(self, directory: str) -> None:
         """Files that are still being closed are tried again."""
