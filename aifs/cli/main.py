@@ -79,6 +79,7 @@ _COMMANDS = {
     "Files and tiers": "drain warm evict pin unpin rm trash clone snapshot quota layout hint",
     "Checkpoints": "checkpoint group",
     "Jobs": "start env image dataset",
+    "Buckets": "export",
     "This program": "completion manual",
 }
 """The commands, by the headings below which help lists them."""
@@ -94,6 +95,7 @@ _MODULES = {
     "pin": "tiers",
     "drain": "tiers",
     "evict": "tiers",
+    "export": "transfer",
     "warm": "tiers",
     "unpin": "tiers",
     "profile": "trace",

@@ -39,6 +39,7 @@ PAGES = (
     "docs/operate/install.md",
 )
 WITHOUT_BLOCKS = {
+    "docs/guide/buckets.md",
     "docs/operate/hosts.md",
     "docs/operate/kubernetes.md",
     "docs/operate/servers.md",

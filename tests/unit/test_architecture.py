@@ -42,7 +42,8 @@ BELOW = {
     "check": {"vfs", *_VFS},
     "client": {"datasets", "layout", "core"},
     "csi": {"core"},
-    "cli": {"csi", "client", "fuse", "watch", "check", "vfs", *_VFS},
+    "transfer": {"client", "data", "datasets", "layout", "core"},
+    "cli": {"transfer", "csi", "client", "fuse", "watch", "check", "vfs", *_VFS},
 }
 """What each layer may import besides itself."""
 

@@ -1,0 +1,74 @@
+"""``aifs export``: trees to buckets of object stores."""
+
+from dataclasses import asdict
+
+import click
+
+from aifs.cli.command import PATH, Pairs, Report, command
+from aifs.cli.output import count, duration, print_error, progress, rate, size
+
+_FAILED_SHOWN = 20
+
+
+@command(
+    "export",
+    short_help="Send a directory to a bucket, each file as an object.",
+    sizes=True,
+    examples="""
+aifs export /mnt/store/run s3://bucket/run
+aifs export /mnt/store/run s3://bucket/run --since 9000
+aifs export /mnt/store/data gs://bucket/data --parallel 64 --json
+""",
+)
+@click.argument("directory", type=PATH, metavar="DIR")
+@click.argument("url", metavar="URL")
+@click.option(
+    "--since",
+    type=click.IntRange(min=0),
+    metavar="STEP",
+    help="Leave out directories in DIR whose names end in this step, or in an earlier one.",
+)
+@click.option(
+    "--parallel",
+    type=click.IntRange(1, 256),
+    default=16,
+    show_default=True,
+    metavar="N",
+    help="Requests at a time; each may take 8 MiB of memory.",
+)
+def export_command(directory: str, url: str, since: int | None, parallel: int) -> Report:
+    """Send all below the directory DIR, in an AIFS mount or elsewhere, to the bucket and prefix
+    URL. Each file becomes an object under its own name, which all tools can read.
+
+    What is in the bucket with the same size and mtime (kept in the metadata of the object, as by
+    rclone) is not sent again. So an export that failed, or was killed, goes on if it is called
+    again, and a second one sends what has changed. Nothing is deleted in the bucket, but for
+    manifests.
+
+    A published checkpoint (with a manifest, by `aifs checkpoint publish` or aifs.client) is there
+    whole or not at all: its manifest is sent last, and if it is replaced, the old manifest is
+    deleted first. Other files may be seen before all of DIR is there. A file that is changed
+    meanwhile is an error; to export what jobs write to, export a snapshot of it.
+
+    Left out, and counted: symlinks, special files, pending checkpoints, .snapshots. Empty
+    directories, owners and modes are not kept. Exit code 1: not all was sent, as listed.
+    """
+    from aifs.transfer.bucket import Tree
+    from aifs.transfer.exporting import export
+
+    bucket = Tree(url)
+    with progress("exporting") as show:
+        sent = export(directory, bucket, parallel=parallel, since=since, show=show)
+    for line in sent.failed[:_FAILED_SHOWN]:
+        print_error(line)
+    if len(sent.failed) > _FAILED_SHOWN:
+        print_error(f"and {len(sent.failed) - _FAILED_SHOWN} more; --json lists all")
+    facts: list[tuple[str, object]] = [
+        ("sent", f"{count(sent.sent, 'file')}, {size(sent.sent_bytes)}"),
+        ("took", f"{duration(sent.took_s)}, {rate(sent.sent_bytes / sent.took_s)}"),
+        ("in the bucket", f"{size(sent.sent_bytes + sent.present_bytes)} of {size(sent.bytes)}"),
+        ("checkpoints", f"{sent.checkpoints} whole"),
+        ("left out", sent.left_out),
+        ("failed", len(sent.failed)),
+    ]
+    return Report(asdict(sent), Pairs(facts), code=bool(sent.failed))

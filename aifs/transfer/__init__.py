@@ -1,0 +1,1 @@
+"""Trees of files to buckets of object stores, and from them."""
