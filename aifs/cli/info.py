@@ -56,7 +56,7 @@ def info_command(path: str, tree: bool) -> Report:
     number of files below and their bytes as ls shows them.
     """
     info = _read_info(path, tree)
-    apart = ("parts", "layout", "copy", "compression")
+    apart = ("parts", "layout", "copy", "compression", "source")
     shown = {key: value for key, value in info.items() if key not in apart}
     if copy := info.get("copy"):
         where = f"host {copy['host']}" if "host" in copy else copy["path"]
@@ -65,6 +65,8 @@ def info_command(path: str, tree: bool) -> Report:
             shown["drain"] = f"in {duration(copy['drain_in_s'])}: it changes again and again"
     if layout := info.get("layout"):
         shown["layout"] = describe_layout(layout)
+    if source := info.get("source"):
+        shown["source"] = f"{source['url']}, ETag {source['etag']}"
     if info.get("compression", 0) > 1:
         shown["compression"] = f"{info['compression']:.2f}x"
     parts: list[Pairs | Table] = [Pairs(shown.items())]

@@ -79,7 +79,7 @@ _COMMANDS = {
     "Files and tiers": "drain warm evict pin unpin rm trash clone snapshot quota layout hint",
     "Checkpoints": "checkpoint group",
     "Jobs": "start env image dataset",
-    "Buckets": "export",
+    "Buckets": "import export",
     "This program": "completion manual",
 }
 """The commands, by the headings below which help lists them."""
@@ -96,6 +96,7 @@ _MODULES = {
     "drain": "tiers",
     "evict": "tiers",
     "export": "transfer",
+    "import": "transfer",
     "warm": "tiers",
     "unpin": "tiers",
     "profile": "trace",

@@ -17,6 +17,7 @@ from aifs.data.claim import Claim
 from aifs.data.health import Health
 from aifs.data.latency import Latency
 from aifs.data.marker import Identity
+from aifs.data.source_storage import SourceStorage
 from aifs.data.storage import (
     NEAR,
     ForeignFile,
@@ -27,6 +28,7 @@ from aifs.data.storage import (
     StoredObject,
 )
 from aifs.data.workers import Workers
+from aifs.layout.imported import SOURCE, Pin
 from aifs.layout.placement import ACTIVE, BURST_FIRST
 
 _log = logging.getLogger(__name__)
@@ -70,6 +72,8 @@ def role_of(server_id: int) -> str:
 
 def name_of(server_id: int) -> str:
     """For messages."""
+    if server_id == SOURCE:
+        return "the bucket of an imported file"
     return (
         f"burst directory {server_id - BURST_FIRST}"
         if server_id >= BURST_FIRST
@@ -372,6 +376,11 @@ class DataServer:
         if create:
             return self.call("open", key, self.storage.create, key, False)
         return self.call("open", key, self.storage.open, key, write)
+
+    def open_pinned(self, key: Key, pin: Pin) -> int:
+        """A handle to read an imported file by; only of the server SOURCE."""
+        assert isinstance(self.storage, SourceStorage)
+        return self.call("open", key, self.storage.open_pinned, pin)
 
     def create_object(self, key: Key) -> int:
         """A new object, of which there is none; the handle is for reading alone."""

@@ -19,10 +19,12 @@ from aifs.data.patience import FOR_EVER, ask_all, giving_up
 from aifs.data.reading.blocks import Blocks, NoBlocks
 from aifs.data.reading.buffers import BufferPool
 from aifs.data.reading.read_cache import ReadCache
-from aifs.data.server import DataServer, role_of
+from aifs.data.server import DataServer, name_of, role_of
+from aifs.data.source_storage import SourceStorage
 from aifs.data.storage import Space
 from aifs.data.storages import storage_at
 from aifs.data.workers import Completions, Workers, gather
+from aifs.layout.imported import SOURCE
 from aifs.layout.placement import ACTIVE, BURST_FIRST, LOST, Candidate, weight_of
 
 _log = logging.getLogger(__name__)
@@ -95,8 +97,12 @@ class Servers:
         """By role, called from any thread when one begins to fail, or works again."""
         self._servers = {number: self._new(number, table[number]) for number in sorted(table)}
         """By id; data servers first."""
-        self._removed: list[DataServer] = []
-        """Those that were taken out, whose threads end with the others."""
+        self._buckets = DataServer(
+            SOURCE, SourceStorage(), store, Workers(name_of(SOURCE), threads, self._completions)
+        )
+        """In place of a data server for imported files; in no table, and none of these."""
+        self._removed: list[DataServer] = [self._buckets]
+        """Those that are not in use, whose threads end with the others."""
         self._looking: set[int] = set()
         """Ids of those that are being looked at."""
         self._given_up = ""
@@ -136,13 +142,15 @@ class Servers:
         try:
             return self._servers[number]
         except KeyError:
+            if number == SOURCE:
+                return self._buckets
             kind = "data server" if number < BURST_FIRST else "burst directory"
             number %= BURST_FIRST
             raise Unavailable(f"{kind} {number} is not registered in this store") from None
 
     def find(self, number: int) -> DataServer | None:
         """The server, or None if the table has none of that number: it may have been removed."""
-        return self._servers.get(number)
+        return self._buckets if number == SOURCE else self._servers.get(number)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._servers)

@@ -84,8 +84,8 @@ class CapacityIO:
         """Where the bytes of a settled file are on the capacity tier. Raises Unavailable."""
         if inode.chunks is not None:
             return await self._containers.describe(inode.chunks, inode.oid, inode.size)
-        assert inode.objects is not None  # what has a layout has objects, or chunks
-        of = InObjects(inode.named_by, inode.oid, inode.objects)
+        assert inode.read_as is not None  # what is not cut into chunks is read so
+        of = InObjects(inode.named_by, inode.oid, inode.read_as)
         unread, digests = await self._engine.view(forms.describe_objects, of.oid)
         return of._replace(unread=unread, digests=digests)
 
@@ -221,7 +221,7 @@ class CapacityIO:
             return True  # they are also what clones of it have
         objects = inode.layout.objects
         if objects is None or objects.is_protected:
-            return True  # chunks, and what protects each other, are written once
+            return True  # chunks, pins, and what protects each other: all are written once
         return not self._servers.in_place(objects.servers)
 
     def may_change(self, inode: Inode, end: int) -> bool:

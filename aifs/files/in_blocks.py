@@ -34,7 +34,7 @@ class InBlocks(NamedTuple):
 
 def parts_of(tx: ReadTransaction, inode: Inode) -> Iterator[SourcePart]:
     """All of a file but its holes. Raises Unavailable where it cannot be read."""
-    if inode.objects is not None and inode.size:
+    if inode.read_as is not None and inode.size:
         yield SourcePart(0, inode.size, inode.oid, 0, inode.size)
     at = 0
     while inode.chunks is not None and at < inode.size:

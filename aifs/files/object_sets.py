@@ -54,8 +54,8 @@ class ObjectSets:
         chunks = layout.chunks
         if chunks is not None:
             return self._containers.objects_of(chunks, inode.oid)
-        objects = layout.objects
-        assert objects is not None  # what has a layout has objects, or chunks
+        objects = layout.read_as
+        assert objects is not None  # what is not cut into chunks is read so
         return self.set_of(objects, inode.named_by, inode.oid, unread, self._verify, is_read=True)
 
     def set_of(
@@ -68,10 +68,10 @@ class ObjectSets:
         is_read: bool = False,
     ) -> ObjectSet:
         """The objects of a striped file. ``checked``: reads past caches are compared with
-        checksums. ``is_read``: by programs, so hosts that read them hear of it, and reads are kept
-        near."""
+        checksums. ``is_read``: by programs, so hosts that read them hear of it (unless they are
+        imported), and reads are kept near."""
         load = partial(self._engine.view, forms.get_checksums, oid)
-        join = self._join if is_read else None
+        join = self._join if is_read and layout.pin is None else None
         return ObjectSet(
             self._servers,
             layout,
@@ -87,10 +87,10 @@ class ObjectSets:
 
     async def to_be_copied(self, inode: Inode) -> Bytes | Followed:
         """The bytes of a settled file, checked, by way of the caches of those who read it."""
-        ino, oid, layout, unread = inode.named_by, inode.oid, inode.objects, 0
+        ino, oid, layout, unread = inode.named_by, inode.oid, inode.read_as, 0
         if inode.chunks is not None:
             return self._containers.objects_of(inode.chunks, oid, copied=True)
-        assert layout is not None  # what has a layout has objects, or chunks
+        assert layout is not None  # what is not cut into chunks is read so
         if layout.is_protected:
             unread = await self._engine.view(find_unread, oid)
         return Followed(self.set_of(layout, ino, oid, unread, checked=True))

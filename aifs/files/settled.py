@@ -155,8 +155,10 @@ class SettledReads:
             return self._call(part, found, copy.server, (0, copy.id), part.offset)
         if self._verify:
             return None
-        if inode.objects is None:
+        if inode.chunks is not None:
             return _span_of(part, found.extents)
+        if inode.objects is None:
+            return None
         return self._call_of_object(part, found, inode.objects)
 
     def _call_of_object(self, part: SettledPart, found: _Stored, layout: Striped) -> _Call | None:

@@ -243,7 +243,7 @@ class Stager:
             return
         if tier == "burst":
             blocks, size = self._tier.blocks, inode.size
-            if inode.objects is None or blocks.held(inode.oid, 0, size) == size:
+            if inode.read_as is None or blocks.held(inode.oid, 0, size) == size:
                 return
         if self._tier.has_devices:
             self.request(inode)
@@ -274,7 +274,7 @@ def is_pinned(inode: Inode) -> bool:
 def parts_kept(tx: ReadTransaction, inode: Inode, blocks: Blocks) -> list[SourcePart]:
     """What can be in blocks here. Raises Unavailable."""
     found = list(parts_of(tx, inode))
-    layouts = {inode.oid: inode.objects}
+    layouts = {inode.oid: inode.read_as}
     for source in {part.source for part in found} - layouts.keys():
         container = chunks.find_container(tx, source)
         layouts[source] = None if container is None else container.layout

@@ -114,6 +114,14 @@ static inline int aifs_do_call(int fd, struct aifs_call *call, const char *name,
  *     sizes that differ; EOWNERDEAD: a rank died; ECANCELED; ETIME: the group's own time was
  *     over; ETIMEDOUT: timeout_ms were.
  *
+ * import {"bucket": string, "below": string, "names": string, "etags": string, "sizes": array,
+ *   "mtimes": array, "mode": integer}, where: directory
+ *   Makes files in it, unless they are there: names and ETags, a line for each, sizes in bytes,
+ *     mtimes in ns. Their bytes stay in the bucket (a URL), in the objects whose keys are below
+ *     and the name; reading fails with EIO once these have other ETags. mode: permission bits
+ *     (0644). Answers {states}, a line for each: made, same, changed (it is there with another
+ *     ETag) or other (another file has the name). Durable with the next fsync.
+ *
  * order {"order": string}, where: directory
  *   An epoch of the dataset in the directory is read in this order, and what comes next is
  *     brought into the burst tier. order: as the attribute is set,

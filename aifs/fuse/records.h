@@ -15,6 +15,9 @@
 #include <string.h>
 
 #define RECORD_FORMAT 1
+#define RECORD_FORMAT_IMPORTED 2 /* of form IMPORTED alone; the head is the same */
+#define FORM_IMPORTED 5
+#define FORM_MASK 63
 
 struct inode_record { /* records.INODE */
     uint8_t format, form, policy_length, servers;
@@ -57,7 +60,10 @@ static inline void put_time(int64_t time_ns, uint64_t *seconds, uint32_t *rest)
 
 static inline bool is_inode(struct span inode)
 {
-    return inode.length >= sizeof(struct inode_record) && inode.start[0] == RECORD_FORMAT;
+    if (inode.length < sizeof(struct inode_record))
+        return false;
+    return inode.start[0] == RECORD_FORMAT ||
+           (inode.start[0] == RECORD_FORMAT_IMPORTED && (inode.start[1] & FORM_MASK) == FORM_IMPORTED);
 }
 
 /* Whether the records are ones that can be read. */

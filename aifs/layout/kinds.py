@@ -3,12 +3,14 @@
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from aifs.layout.imported import Pin
     from aifs.layout.interleaved import Interleaved
     from aifs.layout.striped import Striped
 
 
 class Layout:
-    """How a file's bytes lie on data servers: in an object set, or as chunks in containers."""
+    """How a file's bytes lie: on data servers, in an object set or as chunks in containers; or as
+    an object of a bucket (a pin)."""
 
     __slots__ = ()
 
@@ -24,6 +26,16 @@ class Layout:
     def chunks(self) -> "Interleaved | None":
         """How the file is cut into chunks that a list names; None: it is not."""
         return None
+
+    @property
+    def pin(self) -> "Pin | None":
+        """The object of a bucket that has the file's bytes; None: data servers have them."""
+        return None
+
+    @property
+    def read_as(self) -> "Striped | None":
+        """The layout by which the file is read, unless it is cut into chunks."""
+        return self.objects
 
     @property
     def is_protected(self) -> bool:

@@ -47,7 +47,7 @@ class Striped(Layout):
     kind: ClassVar[str] = "striped"
 
     @property
-    def objects(self) -> "Striped":
+    def objects(self) -> "Striped | None":
         """See Layout."""
         return self
 

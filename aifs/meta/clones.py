@@ -133,6 +133,8 @@ def _clone(
     new = terms.copy(source, ino, parent)
     if source.is_file and not with_bytes:
         new.size, new.blocks, new.data = 0, 0, None
+    elif source.layout is not None and source.layout.pin:
+        new.oid, new.layout = ino, source.layout
     elif source.layout is not None:
         was_shared = source.named
         shared.share(tx, source, new)

@@ -332,13 +332,17 @@ def get_checksums(tx: ReadTransaction, oid: int, number: int) -> tuple[int, byte
 def find_standing(tx: ReadTransaction, ids: Sequence[int]) -> dict[int, int]:
     """Object sets and containers among these whose bytes never change, and up to which byte: a
     container to its length, a sealed one wholly; an object set while it has its first checksums,
-    which a change in place drops (``put_mark``). None with wrong columns."""
+    which a change in place drops (``put_mark``); what is imported, as its number is its inode's.
+    None with wrong columns."""
     first = tx.get_many([keys.checksums(oid, 0) for oid in ids])
     found = {oid: _ALL for oid, record in zip(ids, first, strict=True) if record}
     for oid in ids:
         if oid not in found:
             with suppress(Unavailable):  # fsck names it
-                if (container := chunks.find_container(tx, oid)) is not None:
+                inode = namespace.find_inode(tx, oid)
+                if inode is not None and inode.oid == oid and inode.layout and inode.layout.pin:
+                    found[oid] = _ALL
+                elif (container := chunks.find_container(tx, oid)) is not None:
                     found[oid] = _ALL if chunks.is_sealed(tx, oid) else container.length
     degraded = tx.get_many([keys.degraded(oid) for oid in found])
     return {

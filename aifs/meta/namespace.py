@@ -442,6 +442,8 @@ def discard_layout(tx: Transaction, inode: Inode) -> list[int]:
         drop_checksums(tx, inode.oid)
         drop_degraded(tx, inode.oid)
         return [inode.oid]
+    if inode.chunks is None:
+        return []  # the bucket of an imported file keeps it
     return chunks.drop_chunks(tx, inode.oid)
 
 

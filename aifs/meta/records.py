@@ -3,19 +3,19 @@
 All numbers are little-endian, but for the one of an entry.
 
 inode
-    u8 format=1, u8 form, u8 policy length, u8 number of servers, u32 mode, u32 uid, u32 gid, u32
-    nlink, u32 rdev, u64 size, u64 blocks (of 512 bytes), i64 atime, i64 mtime, i64 ctime (ns), u64
-    parent (0: a file that has or had several), u64 oid, u32 unit (of the layout, in bytes), i64
-    birth (ns), u32 flags, u32 project, u16 length of the access ACL, u16 length of
-    the default ACL, then: policy, access ACL, default ACL (meta/xattrs.py), [u8 replicas, u8 parity
+    u8 format=1 (of form 5: 2), u8 form, u8 policy length, u8 number of servers, u32 mode, u32 uid,
+    u32 gid, u32 nlink, u32 rdev, u64 size, u64 blocks (of 512 bytes), i64 atime, i64 mtime, i64
+    ctime (ns), u64 parent (0: a file that has or had several), u64 oid, u32 unit (of the layout, in
+    bytes), i64 birth (ns), u32 flags, u32 project, u16 length of the access ACL, u16 length of the
+    default ACL, then: policy, access ACL, default ACL (meta/xattrs.py), [u8 replicas, u8 parity
     columns,] servers (u16 each, in the order of columns), burst copy (u16 server, u64 id), named
-    (u64), inline bytes to the end. form: 0 without a layout, 1 inline (the bytes are at the end;
-    also symlink targets), 2 striped, 3 interleaved, 4 protected striped (which alone has what is in
-    brackets); plus 128: there is a burst copy; plus 64: ``named``
-    is there, as clones share the bytes (meta/shared.py), or of a directory in its place ``shown``
-    (i64, ns). flags: 16 immutable, 32 append only, 2^29
-    what is made in the directory belongs to its project (those of chattr(1)); 2 in the
-    trash (meta/trash.py); 2^31 part of a snapshot, beside immutable
+    (u64), inline bytes or pin to the end. form: 0 without a layout, 1 inline (the bytes are at the
+    end; also symlink targets), 2 striped, 3 interleaved, 4 protected striped (which alone has what
+    is in brackets), 5 imported (no servers; the pin is bucket, key and ETag, with zero bytes
+    between); plus 128: there is a burst copy; plus 64: ``named`` is there, as clones share the
+    bytes (meta/shared.py), or of a directory in its place ``shown`` (i64, ns). flags: 16 immutable,
+    32 append only, 2^29 what is made in the directory belongs to its project (those of chattr(1));
+    2 in the trash (meta/trash.py); 2^31 part of a snapshot, beside immutable
 dentry
     u64 ino, u64 cookie, u8 type (mode >> 12)
 entry
@@ -48,13 +48,16 @@ from typing import Any, NamedTuple
 
 from aifs.core.errors import NotPermitted, ReadOnly, Unavailable
 from aifs.layout.hint import KINDS, MIRRORS_MAX, PUBLISHES, TIERS, Policy
+from aifs.layout.imported import Imported, Pin
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.kinds import chunks_of, objects_of
 from aifs.layout.striped import Striped
 
 FORMAT = 1
-EMPTY, INLINE, STRIPED, INTERLEAVED, PROTECTED = range(5)
-_HAS_COPY, _IS_SHARED = 128, 64
+_FORMAT_IMPORTED = 2
+"""Of inodes of form IMPORTED: earlier versions would take these for empty files."""
+EMPTY, INLINE, STRIPED, INTERLEAVED, PROTECTED, IMPORTED = range(6)
+_HAS_COPY, _IS_SHARED, _FORM = 128, 64, 63
 
 IMMUTABLE, APPEND_ONLY, INHERITS_PROJECT, SNAPSHOT = 0x10, 0x20, 0x20000000, 0x80000000
 _GUARDED = IMMUTABLE | APPEND_ONLY
@@ -178,6 +181,11 @@ class Inode:
         return objects_of(self.layout)
 
     @property
+    def read_as(self) -> Striped | None:
+        """The layout by which it is read, unless it is cut into chunks."""
+        return None if self.layout is None else self.layout.read_as
+
+    @property
     def named_by(self) -> int:
         """The inode number in the names of its objects."""
         return self.named or self.ino
@@ -241,6 +249,8 @@ class Inode:
         unit, servers, count = 0, b"", 0
         if layout is None:
             form = EMPTY if data is None else INLINE
+        elif isinstance(layout, Imported):
+            form, data = IMPORTED, "\0".join(layout.source[:3]).encode()
         elif isinstance(layout, Striped):
             form, unit, servers, count = (
                 STRIPED,
@@ -256,7 +266,7 @@ class Inode:
         else:
             form, unit = INTERLEAVED, layout.chunk
         head = INODE.pack(
-            FORMAT,
+            FORMAT if form != IMPORTED else _FORMAT_IMPORTED,
             form
             | (copy is not None) * _HAS_COPY
             | (self.named != 0 or self.shown_ns != 0) * _IS_SHARED,
@@ -323,7 +333,7 @@ def decode_inode(ino: int, record: bytes) -> Inode:
             acl_length,
             default_length,
         ) = INODE.unpack_from(record)
-        if version != FORMAT:
+        if version != FORMAT and (version, form & _FORM) != (_FORMAT_IMPORTED, IMPORTED):
             raise Unavailable(
                 f"inode {ino} has a record of format {version}; this version reads format {FORMAT}"
             )
@@ -341,7 +351,7 @@ def decode_inode(ino: int, record: bytes) -> Inode:
             end = offset + acl_length
             inode.acl, inode.default_acl = record[offset:end], record[end : end + default_length]
             offset = end + default_length
-        base = form & ~(_HAS_COPY | _IS_SHARED)
+        base = form & _FORM
         if base == STRIPED:
             inode.layout = _striped(unit, record[offset : offset + 2 * count])
             offset += 2 * count
@@ -361,8 +371,11 @@ def decode_inode(ino: int, record: bytes) -> Inode:
             (inode.named,) = _NAMED.unpack_from(record, offset)
         if base == INLINE:
             inode.data = record[offset:]
+        elif base == IMPORTED:
+            bucket, key, etag = record[offset:].decode().split("\0")
+            inode.layout = Imported(source=Pin(bucket, key, etag, size))
         return inode
-    except struct.error:
+    except (struct.error, ValueError):
         raise Unavailable(f"inode {ino} has a damaged record") from None
 
 

@@ -83,7 +83,7 @@ def is_whole(tx: ReadTransaction, inode: Inode, gone: Set[int]) -> bool:
     try:
         if inode.objects is not None:
             return _survives(tx, inode.oid, inode.objects, inode.size, gone)
-        if inode.layout is None:
+        if inode.chunks is None:
             return True
         records = tx.range(*keys.chunk_lists(inode.oid))
         containers = {container for _, record in records for container, *_ in shares_of(tx, record)}

@@ -506,7 +506,7 @@ class Epochs:
                 continue
             with suppress(NotFound):
                 inode = await self._engine.view(namespace.get_inode, ino)
-                if inode.objects is not None:  # of a container neighbours may be needed
+                if inode.read_as is not None:  # of a container neighbours may be needed
                     self._tier.blocks.want(inode.oid, 0, inode.size, False)
 
     async def _bring(self, epoch: FollowedEpoch, need: FileNeed) -> None:

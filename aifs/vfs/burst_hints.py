@@ -473,7 +473,7 @@ def _place(tx: ReadTransaction, inode: Inode, cookie: int, blocks: Blocks) -> Pl
 def _bytes_here(place: Place) -> int:
     """Bytes of a clean file that go if the burst tier gives it up."""
     inode = place.inode
-    own = place.in_blocks.here if inode.objects is not None else 0
+    own = place.in_blocks.here if inode.read_as is not None else 0
     return own + (inode.size if inode.copy is not None else 0)
 
 

@@ -61,6 +61,7 @@ from aifs.vfs.following import Following
 from aifs.vfs.group_hints import GroupHints
 from aifs.vfs.group_publish import GroupPublishing, WholeFiles
 from aifs.vfs.hints import Hints
+from aifs.vfs.importing import Imports
 from aifs.vfs.names import Names
 from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.operation_log import OperationLog
@@ -257,6 +258,7 @@ class Filesystem:
         self.starts = Starts(services, io, whole_files.put, names.unlink, files.recordings)
         self.epochs = Epochs(services, io, tier)
         self.clones = Clones(services, io, drain, doomed, files)
+        self.imports = Imports(services)
         self.quota_trees = QuotaTrees(services, io, self.attributes)
         self.trash_requests = TrashRequests(services, self.trash, names, self.quota_trees)
         self.following = Following(
@@ -329,6 +331,7 @@ class Filesystem:
                 cluster,
                 self.epochs,
                 self.files,
+                self.imports,
                 GroupHints(services, ranks.table, ranks.groups, ranks.closing, self.attributes),
                 self.names,
                 self._policies,

@@ -30,6 +30,7 @@ from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.clones import Clones
 from aifs.vfs.cluster import Cluster
 from aifs.vfs.group_hints import GroupHints
+from aifs.vfs.importing import Imports
 from aifs.vfs.names import Names
 from aifs.vfs.open_files import OpenFiles
 from aifs.vfs.policy_hints import PolicyHints
@@ -184,6 +185,7 @@ SUBJECTS: tuple[type, ...] = (
     Epochs,
     Names,
     Clones,
+    Imports,
     Hints,
     Why,
     Settings,

@@ -153,7 +153,7 @@ def _text(inode: Inode, name: str) -> str:
     if name == "publish" and inode.is_dir:
         return policy.publish or DEFAULT_PUBLISH
     if name == "layout":
-        if inode.layout is not None:
+        if inode.layout is not None and inode.layout.pin is None:
             return format_layout_hint(policy_of(inode.layout))
         if policy._replace(tier="", expected=0, publish="", mirror=0) != DEFAULT_POLICY:
             return format_layout_hint(policy)

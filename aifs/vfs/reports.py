@@ -90,6 +90,9 @@ async def describe(store: Store, inode: Inode, file: OpenInode | None) -> dict[s
             for index, number in enumerate(layout.servers)
             if (length := layout.object_length(index, inode.size))
         ]
+    elif inode.layout is not None and (pin := inode.layout.pin) is not None:
+        info["source"] = {"url": pin.url, "etag": pin.etag}
+        info["parts"] = []
     elif (chunked := inode.chunks) is not None:
         shares = await _shares(store.engine, inode.oid)
         info["stored_bytes"] = stored = sum(shares.values())

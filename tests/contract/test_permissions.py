@@ -95,6 +95,7 @@ MAY_CALL = {
     "group.cancel": WRITER,
     "group.state": ANYBODY,
     "order": READER,
+    "import": SUPERUSER,
     "clone": ANYBODY,  # who may read all of it, and make the name: test_clones.py
     "restore": ANYBODY,  # whose it is decides: test_trash.py
     "trash.empty": ANYBODY,

@@ -8,6 +8,7 @@ from hypothesis import strategies as some
 
 from aifs.core.errors import Unavailable
 from aifs.layout.hint import KINDS, MIRRORS_MAX, PUBLISHES, TIERS, Policy
+from aifs.layout.imported import Imported, Pin
 from aifs.layout.interleaved import Interleaved
 from aifs.layout.striped import Striped
 from aifs.meta import keys, records
@@ -186,6 +187,23 @@ def test_a_golden_directory_that_was_shown() -> None:
     golden = head + "00000000" + REST + "0201000000000000"
     assert inode.encode().hex() == golden
     assert records.decode_inode(7, bytes.fromhex(golden)) == inode
+
+
+def test_a_golden_imported_file() -> None:
+    pin = Pin("s3://b/p?region=r", "a/é", '"e-3"', 9)
+    inode = an_inode(layout=Imported(source=pin), copy=Copy(0x8001, 0x102))
+    golden = (
+        HEAD.format(form="02850000")
+        + "00000000"
+        + REST
+        + ("0180" + "0201000000000000")
+        + 's3://b/p?region=r\0a/é\0"e-3"'.encode().hex()
+    )
+    assert inode.encode().hex() == golden
+    assert records.decode_inode(7, bytes.fromhex(golden)) == inode
+    for damaged in (golden[:-14], golden[:2] + "02" + golden[4:], golden + "ff"):
+        with pytest.raises(Unavailable):
+            records.decode_inode(7, bytes.fromhex(damaged))
 
 
 def test_golden_records_of_doomed_trees() -> None:

@@ -467,7 +467,12 @@ class Columns:
             with server.lock_of(self.key[1]):
                 fd = self._fds[column]
                 if fd is None:
-                    fd = self._fds[column] = server.open_object(self.key, create)
+                    pin = self.layout.pin
+                    fd = self._fds[column] = (
+                        server.open_object(self.key, create)
+                        if pin is None
+                        else server.open_pinned(self.key, pin)
+                    )
         return fd
 
     def _made_now(self, column: int) -> int:
