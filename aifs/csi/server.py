@@ -1,5 +1,6 @@
 """The driver's process: its services on a socket, and what it says of itself."""
 
+import logging
 import signal
 import threading
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from aifs.core.errors import UserError
 from aifs.csi import csi_pb2
 from aifs.csi.calls import CallRefused, handlers
 from aifs.csi.volumes import Volumes
+
+_logger = logging.getLogger(__name__)
 
 _THREADS = 16
 _END_S = 10.0
@@ -63,5 +66,6 @@ def serve(endpoint: str, services: Sequence[object]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     server.start()
+    _logger.info("%s: serves %s", endpoint, aifs.__version__)
     ended.wait()
     server.stop(_END_S).wait()

@@ -799,7 +799,7 @@ def test_the_pod_of_the_daemon(scratch: Path) -> None:
     first = DaemonPod(scratch, "noatime")
     os.kill(first.daemon(), signal.SIGKILL)
     first.process.wait(TIMEOUT_S)
-    second = DaemonPod(scratch, "noatime")
+    second = DaemonPod(scratch, "")
     (second.mountpoint / "file").touch()
     second.end()
     aifs("fsck", scratch / "store")
@@ -825,4 +825,29 @@ def test_the_pod_of_a_daemon_that_is_followed_by_another(scratch: Path) -> None:
     call(node, "node_publish_volume", **publish)
     call(node, "node_unpublish_volume", **volume)
     pod.end()
+    aifs("fsck", scratch / "store")
+
+
+@pytest.mark.sweep
+def test_a_daemon_beside_the_program(scratch: Path) -> None:
+    """The example without the driver: it formats its store once, and unmounts at its end."""
+    text = (chart.CHART.parent / "examples/sidecar.yaml").read_text()
+    [container] = yaml.safe_load(text)["spec"]["initContainers"]
+    [program] = container["args"]
+    mountpoint = scratch / "mount/mnt"
+    program = program.replace("/store", str(scratch / "store"))
+    program = program.replace("/aifs/mnt", str(mountpoint))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    (scratch / "store").mkdir()
+    for before in ([], ["file"]):
+        command = [*container["command"], program]
+        daemon = subprocess.Popen(
+            command, env={**os.environ, "PATH": path}, stdout=subprocess.DEVNULL
+        )
+        until(lambda: os.path.ismount(mountpoint), "it is mounted")
+        assert [name for name in os.listdir(mountpoint) if name == "file"] == before
+        (mountpoint / "file").touch()
+        daemon.terminate()
+        assert daemon.wait(TIMEOUT_S) == 0
+    assert not os.path.ismount(mountpoint)
     aifs("fsck", scratch / "store")
