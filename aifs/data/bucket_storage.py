@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from aifs.core.errors import NotSupported, StoreError
-from aifs.data.bucket import PART, Bucket, ObjectInfo, Upload
+from aifs.data.bucket import Bucket, ObjectInfo, Upload
 from aifs.data.marker import NAME as MARKER
 from aifs.data.marker import Identity, Marker, check_identity, decode_marker, encode_marker
 from aifs.data.probe import NAME as PROBE
@@ -39,8 +39,11 @@ OBJECTS = "objects"
 FRESH_S = 1.0
 """For so long after the marker was right, a missing object is taken to be missing."""
 
-_AHEAD = 8
-"""Parts in memory before those that are missing are sent as zeros: holes."""
+PIECE = 4 << 20
+"""Bytes that are handed to the upload at once; movers write so many."""
+
+_AHEAD = 16
+"""Pieces in memory before those that are missing are sent as zeros: holes."""
 
 _TOTAL = 1 << 50
 """Bytes that a bucket is said to have room for."""
@@ -58,8 +61,8 @@ def _parse(key: str) -> Key | None:
 
 
 class _Making:
-    """An object that is being written. Parts are sent in turn, once they are whole, so bytes should
-    come about in order; those of a part that was sent cannot be written again."""
+    """An object that is being written. Pieces are sent in turn, once they are whole, so bytes
+    should come about in order; those of a piece that was sent cannot be written again."""
 
     def __init__(self, bucket: Bucket, key: Key) -> None:
         self.length = 0
@@ -72,8 +75,8 @@ class _Making:
         self._upload: Upload | None = bucket.upload(self._key)
         """None: it has ended."""
         self._lock = threading.Lock()
-        """Held while parts change or are sent: others who write wait for the store, too."""
-        self._parts: dict[int, bytearray] = {}
+        """Held while pieces change or are sent: others who write wait for the store, too."""
+        self._pieces: dict[int, bytearray] = {}
         """By number, those in memory."""
         self._filled: dict[int, int] = {}
         """How many bytes of them have been written."""
@@ -85,23 +88,30 @@ class _Making:
             self._require_unsent(offset)
             self.length = max(self.length, offset + len(data))
             while data:
-                number, at = divmod(offset, PART)
-                part = self._parts.setdefault(number, bytearray())
-                piece = data[: PART - at]
-                part.extend(bytes(max(at - len(part), 0)))
-                part[at : at + len(piece)] = piece
-                self._filled[number] = self._filled.get(number, 0) + len(piece)
-                data, offset = data[len(piece) :], offset + len(piece)
-            while self._filled.get(self._sent, 0) >= PART or len(self._parts) > _AHEAD:
-                self._send(PART)
+                number, at = divmod(offset, PIECE)
+                part = data[: PIECE - at]
+                if len(part) == PIECE and number == self._sent:
+                    self._pieces.pop(number, None)
+                    self._send(part)
+                else:
+                    self._keep(number, at, part)
+                data, offset = data[len(part) :], offset + len(part)
+            while self._filled.get(self._sent, 0) >= PIECE or len(self._pieces) > _AHEAD:
+                self._send_kept(PIECE)
+
+    def _keep(self, number: int, at: int, part: memoryview) -> None:
+        piece = self._pieces.setdefault(number, bytearray())
+        piece.extend(bytes(max(at - len(piece), 0)))
+        piece[at : at + len(part)] = part
+        self._filled[number] = self._filled.get(number, 0) + len(part)
 
     def truncate(self, length: int) -> None:
         with self._lock:
             self._require_unsent(length)
             self.length = length
-            for number, part in self._parts.items():
-                del part[max(length - number * PART, 0) :]
-                self._filled[number] = min(self._filled[number], len(part))
+            for number, piece in self._pieces.items():
+                del piece[max(length - number * PIECE, 0) :]
+                self._filled[number] = min(self._filled[number], len(piece))
 
     def finish(self) -> None:
         """The object is in the store on return, unless it is unwanted."""
@@ -109,9 +119,9 @@ class _Making:
             if self.is_unwanted:
                 self._end(NotSupported())
                 return
-            self._require_unsent(self._sent * PART)
-            while (left := self.length - self._sent * PART) > 0:
-                self._send(min(left, PART))
+            self._require_unsent(self._sent * PIECE)
+            while (left := self.length - self._sent * PIECE) > 0:
+                self._send_kept(min(left, PIECE))
             self._end(None)
 
     def abort(self) -> None:
@@ -121,17 +131,20 @@ class _Making:
     def _require_unsent(self, offset: int) -> None:
         if self._upload is None:
             raise OSError(errno.EIO, "its upload has failed", self._bucket.where(self._key))
-        if offset < self._sent * PART:
+        if offset < self._sent * PIECE:
             where = self._bucket.where(self._key)
             raise OSError(errno.EIO, f"bytes from {offset} on have been sent already", where)
 
-    def _send(self, length: int) -> None:
-        part = self._parts.pop(self._sent, bytearray())
+    def _send_kept(self, length: int) -> None:
+        piece = self._pieces.pop(self._sent, bytearray())
+        piece.extend(bytes(length - len(piece)))
+        self._send(memoryview(piece))
+
+    def _send(self, piece: memoryview) -> None:
         self._filled.pop(self._sent, None)
-        part.extend(bytes(length - len(part)))
         assert self._upload is not None
         try:
-            self._upload.write(memoryview(part))
+            self._upload.write(piece)
         except OSError as error:
             self._end(error)
             raise
@@ -140,7 +153,7 @@ class _Making:
     def _end(self, error: Exception | None) -> None:
         """Complete the upload; with an error, abort it."""
         upload, self._upload = self._upload, None
-        self._parts.clear()
+        self._pieces.clear()
         if upload is not None:
             upload.__exit__(None if error is None else type(error), error, None)
 
@@ -157,7 +170,7 @@ class _Open:
 
 
 class BucketStorage(Storage):
-    """Objects are written once; an upload is one PUT, or parts of bucket.PART bytes."""
+    """Objects are written once; an upload is one PUT, or several parts (see bucket.PART)."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)

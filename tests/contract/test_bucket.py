@@ -197,7 +197,7 @@ def test_a_store_that_ignores_conditions_is_refused(
 @pytest.fixture
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BucketStorage:
     monkeypatch.setattr(module, "PART", 1 << 20)
-    monkeypatch.setattr(bucket_storage, "PART", 1 << 20)
+    monkeypatch.setattr(bucket_storage, "PIECE", 1 << 20)
     made = BucketStorage(f"memory:/{tmp_path}")
     made.mark(MARKER)
     made.identify(Identity("store", "data", 0), read_only=False)
@@ -213,9 +213,9 @@ def content_of(storage: BucketStorage, length: int) -> bytes:
 
 
 def test_parts_that_come_early_wait_and_missing_ones_are_holes(storage: BucketStorage) -> None:
-    content = bytearray(os.urandom(40 << 20))
-    content[5 << 20 : 17 << 20] = bytes(12 << 20)
-    order = [*range(3, 5), *range(3), *range(17, 40)]
+    content = bytearray(os.urandom(60 << 20))
+    content[5 << 20 : 30 << 20] = bytes(25 << 20)
+    order = [*range(3, 5), *range(3), *range(30, 60)]
     handle = storage.create((7, 1), exclusive=False)
     for number in order:
         storage.write(handle, content[number << 20 : (number + 1) << 20], number << 20)
@@ -223,7 +223,7 @@ def test_parts_that_come_early_wait_and_missing_ones_are_holes(storage: BucketSt
         storage.write(handle, b"late", 6 << 20)
     storage.sync(handle)
     storage.close(handle)
-    assert content_of(storage, 40 << 20) == content
+    assert content_of(storage, 60 << 20) == content
 
 
 def test_an_upload_that_fails_stays_failed(
