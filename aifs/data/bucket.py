@@ -169,6 +169,11 @@ class Bucket:
                 for key in keys if len(keys) > 1 else ():  # some stores stop at the first
                     self.delete([key])
 
+    def move(self, key: str, to: str) -> None:
+        """By a copy in the store, up to 5 GiB in S3."""
+        with self._named(key):
+            self._obstore.rename(self._store, key, to)
+
     def pages(self, prefix: str, after: str = "", size: int = 1000) -> Iterator[list[ObjectInfo]]:
         """The objects PREFIX/..., in order of their keys, from behind ``after`` on."""
         with self._named(prefix):

@@ -12,7 +12,7 @@ import errno
 import re
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,6 +24,7 @@ from aifs.data.marker import Identity, Marker, check_identity, decode_marker, en
 from aifs.data.probe import NAME as PROBE
 from aifs.data.storage import (
     ANYTHING,
+    ASIDE,
     BACKUP,
     CLAIM,
     ForeignFile,
@@ -47,6 +48,8 @@ _AHEAD = 16
 
 _TOTAL = 1 << 50
 """Bytes that a bucket is said to have room for."""
+
+_OTHERS = (f"{BACKUP}/", f"{ASIDE}/")
 
 _OBJECT = re.compile(rf"{OBJECTS}/([0-9a-f]{{16}})\.(0|[1-9a-f][0-9a-f]*)")
 
@@ -359,6 +362,11 @@ class BucketStorage(Storage):
                 with opened.lock:
                     pass  # what is being synced will be there, to be deleted
 
+    def set_aside(self, keys: Sequence[Key]) -> None:
+        self._require()
+        for key in map(_key_of, keys):
+            self._bucket.move(key, f"{ASIDE}/{key.removeprefix(f'{OBJECTS}/')}")
+
     def sync_names(self, oid: int) -> None:
         self._delete_doomed()
 
@@ -397,7 +405,7 @@ class BucketStorage(Storage):
                 key = _parse(info.key)
                 if key is not None:
                     yield StoredObject(*key, info.size, info.size, self.where(key))
-                elif not (info.key in (MARKER, CLAIM, PROBE) or info.key.startswith(f"{BACKUP}/")):
+                elif info.key not in (MARKER, CLAIM, PROBE) and not info.key.startswith(_OTHERS):
                     yield ForeignFile(self._bucket.where(info.key))
 
     def space(self) -> Space:

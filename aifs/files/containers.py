@@ -77,7 +77,7 @@ class Containers:
         others, and with several hosts all, because the holder of the role may be about to."""
         host = self._engine.host
         for container, record in (await self._engine.view(chunks.open_containers, host)).items():
-            if record.layout.is_protected or host:
+            if record.layout.is_protected or host or not self.grows(record.layout):
                 await self.seal(container)
             elif record.layout.servers[0] in self._servers:
                 self.writer.adopt(record.layout, container, record.length)

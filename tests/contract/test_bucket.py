@@ -244,6 +244,16 @@ def test_an_upload_that_fails_stays_failed(
     assert storage.open((7, 1), write=False) is None
 
 
+def test_objects_that_are_moved_aside_are_not_listed(storage: BucketStorage) -> None:
+    handle = storage.create((7, 1), exclusive=False)
+    storage.write(handle, b"stray", 0)
+    storage.sync(handle)
+    storage.close(handle)
+    storage.set_aside([(7, 1)])
+    assert list(storage.list_all()) == [] and storage.open((7, 1), write=False) is None
+    assert Bucket(storage.address).get("lost+found/0000000000000001.7")[0] == b"stray"
+
+
 # --- settings ---
 
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -19,8 +21,23 @@ KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGIO
 
 @contextmanager
 def moto() -> Iterator[str]:
-    """The endpoint of an empty one, which keeps all in memory. One at a time."""
-    server = pytest.importorskip("moto.server", reason="needs moto: pip install '.[test]'")
+    """The endpoint of an empty one, which keeps all in memory. One at a time. It takes requests in
+    turn: moto itself may do two conditional puts at once."""
+    server = pytest.importorskip(
+        "moto.moto_server.threaded_moto_server", reason="needs moto: pip install '.[test]'"
+    )
+    turn = threading.Lock()
+
+    class InTurn(server.DomainDispatcherApplication):
+        def __call__(self, environ: dict, start_response: object) -> object:
+            with turn:
+                return super().__call__(environ, start_response)
+
+    with patch.object(server, "DomainDispatcherApplication", InTurn):
+        yield from _serve(server)
+
+
+def _serve(server: Any) -> Iterator[str]:
     threaded = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     threaded.start()
     try:
