@@ -11,12 +11,18 @@ in a row may die before they serve, ``command`` starts the next one, with the de
 mount, the table and the pipe behind it, ``log`` is the log file ("": standard error).
 """
 
+import errno
 import json
 import os
 import select
 import signal
 import sys
 import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # the module typing would be a fifth of its memory
+    from collections.abc import Callable
+    from typing import Any
 
 LOOK_S, SOON_S = 1.0, 0.1
 """How often it looks at the daemon that runs: also whether that is about to end, though a thread
@@ -25,7 +31,15 @@ keeps it in the kernel; while something else is expected, too."""
 TRIAL_S = 30.0
 """How long a daemon of another version may take until it stands by, and then until it serves."""
 
+FIRST_S, PATIENCE_S = 5.0, 60.0
+"""A short mount does not pay for a daemon that stands by: the first one is started so long after
+the mount, and not while the mount's own is busy, but then at the latest. One that has died while it
+stood by is followed by another after the same time."""
+
 FIRST_PAUSE_S, PAUSE_MAX_S = 0.02, 5.0
+
+SCARCE = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+"""The machine, or its user, has no more processes, memory or descriptors now."""
 
 HEAD_AT = 4096 + 16384 * 48  # kept.py
 SERVED, ENDED, RESTARTS, DEATH, ORDER, READY, FINISHED = 1, 2, 3, 4, 7, 8, 9
@@ -39,13 +53,28 @@ def head(table: int, word: int, value: int | None = None) -> int:
     return os.pwrite(table, value.to_bytes(8, sys.byteorder), at)
 
 
-def is_dying(pid: int) -> bool:
-    """Whether its main thread has ended, or a SIGKILL waits for it."""
+def patiently(function: "Callable[..., Any]", *args: object) -> "Any":
+    """What the function returns, when the machine has room for it. Raises other OSErrors."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return function(*args)
+        except OSError as error:
+            if error.errno not in SCARCE:
+                raise
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LOOK_S)
+
+
+def look_at(pid: int) -> tuple[bool, float]:
+    """Whether the main thread of a process has ended, and how many seconds of a processor the
+    process has used."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b") ")[2][:1] in b"ZX"
+        with patiently(open, f"/proc/{pid}/stat", "rb") as file:
+            state, *numbers = file.read().rpartition(b") ")[2].split()
     except OSError:
-        return True
+        return True, 0.0
+    return state in b"ZX", sum(map(int, numbers[10:12])) / os.sysconf("SC_CLK_TCK")
 
 
 def is_over(device: int, number: bytes) -> bool:
@@ -54,7 +83,7 @@ def is_over(device: int, number: bytes) -> bool:
     poll.register(device, select.POLLIN)
     if any(events & select.POLLERR for _, events in poll.poll(0)):
         return True
-    with open("/proc/self/mountinfo", "rb") as mounts:
+    with patiently(open, "/proc/self/mountinfo", "rb") as mounts:
         return not any(line.split()[2] == number for line in mounts)
 
 
@@ -83,6 +112,8 @@ class Keeper:
         """As mountinfo says it."""
         self.pid = pid
         """The daemon that runs."""
+        self.daemon = -1
+        """Its descriptor; -1: it has ended."""
         self.is_child = False
         """Whether that was started here."""
         self.dying: list[int] = []
@@ -91,12 +122,16 @@ class Keeper:
         """The daemons that had served when the one that runs was started."""
         self.waiting, self.turn = 0, -1
         """The daemon that stands by (0: none), and its pipe."""
+        self.due_s = time.monotonic() + FIRST_S
+        """From when on the next one is to be started."""
+        self.seen = time.monotonic(), 0.0
+        """When it looked last, and what time of a processor the daemon had used."""
         self.order = 0
         """The newest order to go on with another version."""
         self.trial: list[str] = []
         """The command of that version, until a daemon of it serves."""
-        self.tried = 0
-        """The daemon of it that runs."""
+        self.is_tried = False
+        """Whether the daemon that runs is one of it."""
         self.since_s = 0.0
         """When its last step began."""
 
@@ -107,11 +142,11 @@ class Keeper:
             if head(self.table, ENDED) or is_over(self.device, self.number):
                 return
             serves = self.serves()
-            failed = 0 if serves or self.tried or not self.is_child else failed + 1
-            self.judge(serves, is_late=True)
+            failed = 0 if serves or self.is_tried else failed + 1
+            self.judge(serves, has_ended=True)
             self.served = head(self.table, SERVED)
             if self.served == 0 or failed >= self.tries:
-                self.say(f"the mount ends: {failed} daemons in a row died before they served")
+                self.say(f"the mount ends: daemons in a row that died before they served: {failed}")
                 return
             head(self.table, DEATH, status)
             if failed:
@@ -126,15 +161,18 @@ class Keeper:
     def wait(self) -> int:
         """Until the daemon has ended, or will have as soon as it leaves the kernel; its status."""
         try:
-            daemon = os.pidfd_open(self.pid)
-        except OSError:
+            self.daemon = patiently(os.pidfd_open, self.pid)
+        except ProcessLookupError:
             return self.status()
         poll = select.poll()
-        poll.register(daemon, select.POLLIN)
+        poll.register(self.daemon, select.POLLIN)
         look_s = SOON_S
-        while not poll.poll(look_s * 1000) and not is_dying(self.pid):
-            look_s = self.look(daemon)
-        os.close(daemon)
+        while not poll.poll(look_s * 1000):
+            has_ended, used_s = look_at(self.pid)
+            if has_ended:
+                break
+            look_s = self.look(used_s)
+        os.close(self.daemon)
         return self.status()
 
     def status(self) -> int:
@@ -146,57 +184,90 @@ class Keeper:
             self.dying.append(self.pid)
         return signal.SIGKILL
 
-    def look(self, daemon: int) -> float:
-        """What is due while a daemon runs; seconds until the next look."""
+    def look(self, used_s: float) -> float:
+        """What is due while a daemon runs, which has used so much time of a processor; seconds
+        until the next look."""
         self.dying = [pid for pid in self.dying if not os.waitpid(pid, os.WNOHANG)[0]]
-        serves, is_late = self.serves(), time.monotonic() - self.since_s > TRIAL_S
-        if self.tried:
-            if is_late and not serves:
-                signal.pidfd_send_signal(daemon, signal.SIGKILL)
-            else:
-                self.judge(serves)
+        is_busy = self.is_busy(used_s) and not self.is_child
+        serves = self.serves()
+        self.judge(serves, has_ended=False)
+        if self.is_tried or not serves:
+            pass
         elif self.trial:
-            if head(self.table, READY) == self.waiting:
-                signal.pidfd_send_signal(daemon, signal.SIGKILL)
-            elif self.has_died() or is_late:
-                self.refuse("does not stand by")
-        elif serves and (order := head(self.table, ORDER)) != self.order:
-            self.order, self.since_s = order, time.monotonic()
+            self.have_ready()
+        elif (order := head(self.table, ORDER)) != self.order:
+            self.order = order
             program = os.pread(self.table, ORDER_MAX, ORDER_AT).partition(b"\0")[0]
             self.dismiss()
             self.trial = [os.fsdecode(program), *self.command[1:]]
             self.stand_by()
-        elif serves and not self.waiting:
+        elif self.has_died() and self.is_time(is_busy):
             self.stand_by()
-        return SOON_S if self.trial or not self.waiting else LOOK_S
+        return SOON_S if self.trial or (self.is_child and not self.waiting) else LOOK_S
+
+    def is_busy(self, used_s: float) -> bool:
+        """Whether the daemon has used more than half a processor since the last look."""
+        (then_s, before_s), now_s = self.seen, time.monotonic()
+        self.seen = now_s, used_s
+        return used_s - before_s > (now_s - then_s) / 2
 
     # --- another version ---
 
-    def judge(self, serves: bool, is_late: bool = False) -> None:
-        """Of a daemon on trial, if one runs."""
-        if self.tried and serves:
-            self.command, self.trial, self.tried = self.trial, [], 0
+    def have_ready(self) -> None:
+        """A daemon of it has been started: when it stands by it is its turn."""
+        if head(self.table, READY) == self.waiting:
+            self.kill()
+        elif self.has_died() or self.is_late():
+            self.refuse("does not stand by")
+
+    def judge(self, serves: bool, has_ended: bool) -> None:
+        """Of a daemon on trial, if one runs, or has until now."""
+        if not self.is_tried:
+            return
+        if serves:
+            self.command, self.trial, self.is_tried = self.trial, [], False
             head(self.table, FINISHED, self.order)
-        elif self.tried and is_late:
+        elif has_ended:
             self.refuse("does not serve")
+        elif self.is_late():
+            self.kill()
+
+    def is_late(self) -> bool:
+        return time.monotonic() - self.since_s > TRIAL_S
+
+    def kill(self) -> None:
+        """The daemon that runs."""
+        try:
+            signal.pidfd_send_signal(self.daemon, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it has just ended
 
     def refuse(self, why: str) -> None:
         """The mount goes on as before."""
         self.say(f"{self.trial[0]} {why}: the mount goes on with {self.command[0]}")
         self.dismiss()
-        self.trial, self.tried = [], 0
+        self.due_s = time.monotonic()
+        self.trial, self.is_tried = [], False
         head(self.table, FINISHED, self.order | REFUSED)
 
     # --- the daemon that stands by ---
 
+    def is_time(self, is_busy: bool) -> bool:
+        """Whether the next one is to be started now."""
+        past_s = time.monotonic() - self.due_s
+        return past_s > PATIENCE_S or (past_s > 0 and not is_busy)
+
     def stand_by(self) -> None:
-        """Start a daemon that waits for its turn."""
+        """Start a daemon that waits for its turn. Waits until the machine has room for it; nobody
+        could follow one that dies meanwhile."""
         command = self.trial or self.command
-        waits, self.turn = os.pipe()
+        waits, self.turn = patiently(os.pipe)
         descriptors = (self.device, self.table, waits)
-        self.waiting = os.fork()
+        self.waiting = patiently(os.fork)
         if self.waiting:
             os.close(waits)
+            self.since_s = time.monotonic()
+            self.due_s = self.since_s + PATIENCE_S
             return
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -231,8 +302,8 @@ class Keeper:
             pass  # it has just died
         os.close(self.turn)
         self.pid, self.is_child, self.waiting = self.waiting, True, 0
-        if self.trial:
-            self.tried, self.since_s = self.pid, time.monotonic()
+        self.is_tried = bool(self.trial)
+        self.since_s = self.due_s = time.monotonic()
 
     def say(self, text: str) -> None:
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING keeper: {text}\n".encode()
@@ -251,8 +322,12 @@ def main() -> None:
     # A batch system may send all processes of a job any signal.
     signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     keeper = Keeper(**json.loads(sys.argv[1]))
-    keeper.run()
-    keeper.dismiss()
+    try:
+        keeper.run()
+        keeper.dismiss()
+    except Exception as error:
+        keeper.say(f"the mount ends with its daemon: {error!r}")
+        raise
     if keeper.abort >= 0:
         try:
             os.write(keeper.abort, b"1")

@@ -6,6 +6,7 @@ import mmap
 import os
 import random
 import re
+import resource
 import select
 import shutil
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -299,6 +301,23 @@ def test_one_stands_by_that_goes_on(kept: Mounted) -> None:
     ended = os.pidfd_open(waiting)
     assert select.select([ended], [], [], TIMEOUT_S)[0]
     os.close(ended)
+
+
+def test_the_keeper_waits_until_it_can_start_one(kept: Mounted) -> None:
+    (keeper,) = keepers(kept)
+    soft, hard = resource.prlimit(keeper, resource.RLIMIT_NOFILE)
+    resource.prlimit(keeper, resource.RLIMIT_NOFILE, (0, hard))
+    file = os.open(kept.path / "file", os.O_CREAT | os.O_RDWR)
+    kept.kill_only()
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(os.write, file, b"written")
+        with pytest.raises(TimeoutError):
+            asking.result(0.5)  # so long it has tried
+        resource.prlimit(keeper, resource.RLIMIT_NOFILE, (soft, hard))
+        assert asking.result(TIMEOUT_S) == 7
+    kept.adopt()
+    os.close(file)
+    assert (kept.path / "file").read_bytes() == b"written"
 
 
 def program(path: Path, script: str) -> Path:

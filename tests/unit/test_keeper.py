@@ -1,0 +1,135 @@
+"""The keeper of a mount: what it shares with the daemon's side, and scarcity of processes."""
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aifs.fuse import keeper, kept
+from aifs.fuse.keeper import Keeper
+from aifs.fuse.kept import Head, KeptMount
+
+
+def test_both_sides_have_one_file() -> None:
+    for name in ("HEAD_AT", "ORDER_AT", "ORDER_MAX", "REFUSED"):
+        assert getattr(keeper, name) == getattr(kept, name)
+    for word in ("SERVED", "ENDED", "RESTARTS", "DEATH", "ORDER", "READY", "FINISHED"):
+        assert getattr(keeper, word) == Head[word]
+
+
+class Failing:
+    """A function that fails so often before it works."""
+
+    def __init__(self, function: Callable[..., Any], number: int, times: int = 2) -> None:
+        self.function = function
+        self.number = number
+        self.times = times
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self.times:
+            self.times -= 1
+            raise OSError(self.number, os.strerror(self.number))
+        return self.function(*args, **options)
+
+
+@pytest.fixture
+def kept_mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptMount]:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    found = KeptMount()
+    yield found
+    os.close(found.table)
+
+
+def of(mount: KeptMount, command: list[str], pid: int = 0, log: Path | None = None) -> Keeper:
+    told = json.dumps(
+        {
+            "device": 0,
+            "table": mount.table,
+            "abort": -1,
+            "pid": pid,
+            "number": "0:0",
+            "tries": 2,
+            "command": command,
+            "log": str(log or ""),
+        }
+    )
+    return Keeper(**json.loads(told))
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE])
+@pytest.mark.parametrize("name", ["pipe", "fork"])
+def test_it_waits_for_room(
+    name: str, number: int, kept_mount: KeptMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = of(kept_mount, ["/bin/true"])
+    failing = Failing(getattr(os, name), number)
+    monkeypatch.setattr(os, name, failing)
+    one.stand_by()
+    assert not failing.times and one.waiting
+    assert os.waitpid(one.waiting, 0) == (one.waiting, 0)
+    os.close(one.turn)
+
+
+@pytest.mark.parametrize("name", ["os.pidfd_open", "builtins.open"])
+def test_scarcity_is_no_death_of_the_daemon(
+    name: str, kept_mount: KeptMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends at the second look."""
+    pid = os.fork()
+    if not pid:
+        os.execv("/bin/sleep", ["sleep", "1000"])
+    one = of(kept_mount, ["/bin/true"], pid)
+    looks = []
+
+    def look(_: float) -> float:
+        looks.append(pid)
+        os.kill(pid, 9)
+        return 1000.0
+
+    monkeypatch.setattr(one, "look", look)
+    one.is_child = True
+    module, _, function = name.rpartition(".")
+    original = os.pidfd_open if module == "os" else open
+    monkeypatch.setattr(name, Failing(original, errno.EMFILE))
+    assert one.wait() == 9 and looks == [pid]
+
+
+def test_other_errors_end_it(kept_mount: KeptMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fork", Failing(os.fork, errno.EPERM))
+    one = of(kept_mount, ["/bin/true"])
+    with pytest.raises(PermissionError):
+        one.stand_by()
+    os.close(one.turn)
+
+
+def test_the_first_one_waits_until_the_daemon_is_idle(
+    kept_mount: KeptMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    one, started = of(kept_mount, ["/bin/true"]), []
+    monkeypatch.setattr(one, "stand_by", lambda: started.append(now_s))
+    kept_mount.serves()
+    used_s = 0.0
+    while not started and now_s < 1000:
+        now_s += 1
+        used_s += 0.9 if now_s < 120 else 0.1
+        one.look(used_s)
+    assert started == [120.0]
+
+
+def test_it_does_not_wait_for_ever(kept_mount: KeptMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    one, started = of(kept_mount, ["/bin/true"]), []
+    monkeypatch.setattr(one, "stand_by", lambda: started.append(now_s))
+    kept_mount.serves()
+    while not started and now_s < 1000:
+        now_s += 1
+        one.look(now_s)
+    assert started == [100 + keeper.FIRST_S + keeper.PATIENCE_S + 1]
