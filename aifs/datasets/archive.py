@@ -8,11 +8,11 @@ import stat
 import tarfile
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from aifs.datasets.virtual import Piece, SourceRange, cut
+from aifs.datasets.virtual import Buffer, Piece, SourceRange, cut
 
 BLOCK = tarfile.BLOCKSIZE
 _RECORD = tarfile.RECORDSIZE
@@ -181,6 +181,11 @@ class Archive:
         """As VirtualBytes."""
         number = bisect_right(self._starts, offset) - 1
         return cut(self._from(number), offset - self._starts[number], length)
+
+    def columns(self) -> Iterable[Buffer]:
+        """As VirtualBytes."""
+        numbers = self.sources, self.sizes, self.mtimes, self._modes, self._owners
+        return *numbers, self._name_ends, self._names, repr(self._targets).encode()
 
     def _from(self, first: int) -> Iterator[Piece]:
         for number in range(first, len(self)):

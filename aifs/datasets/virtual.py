@@ -3,7 +3,7 @@ pieces, and read them from the sources."""
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 _NUMBER = 8
@@ -47,6 +47,8 @@ class ShiftedNumbers(NamedTuple):
 
 Piece = bytes | SourceRange | ShiftedNumbers
 
+Buffer = bytes | bytearray | array
+
 
 class VirtualBytes(Protocol):
     """The content of a virtual file. It never changes."""
@@ -61,6 +63,10 @@ class VirtualBytes(Protocol):
 
     def pieces(self, offset: int, length: int) -> Iterator[Piece]:
         """The pieces of ``length`` bytes from ``offset``, none empty, to the file's end."""
+        ...
+
+    def columns(self) -> Iterable[Buffer]:
+        """All that decides the pieces, always in the same order."""
         ...
 
 
@@ -86,6 +92,16 @@ class Joined:
     def memory(self) -> int:
         """As VirtualBytes."""
         return 40 * len(self) + sum(80 + len(literal) for literal in self._literals)
+
+    @property
+    def sources(self) -> int:
+        """All sources have numbers below this."""
+        return max(self._sources, default=-1) + 1
+
+    def columns(self) -> Iterable[Buffer]:
+        """As VirtualBytes."""
+        numbers = self._starts, self._sources, self._offsets, self._lengths, self._plus
+        return *numbers, *self._literals
 
     def add(self, piece: Piece) -> None:
         if isinstance(piece, bytes):

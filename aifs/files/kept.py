@@ -29,7 +29,7 @@ class Done(NamedTuple):
     """The result of a request that an earlier daemon has done, and the kernel sends again."""
 
     handle: int
-    """The handle that it has made, or closed; 0: none."""
+    """The handle that it has made, or closed, or the inode that it was about; 0: none."""
     opens: int
     """How many open files have the handle with that."""
 
@@ -64,6 +64,23 @@ class KeptState:
     def commits(self, seq: int) -> None:
         """The current request is done if the transaction with this number is in the journal; 0: it
         is not going to be."""
+
+    def about(self, ino: int) -> None:
+        """The current request will be done by the next transaction with ``answers``, and this inode
+        is in its answer: ``handle`` of ``repeated``."""
+
+    def repeated(self) -> Done | None:
+        """What another daemon has done of the current request; None: nothing."""
+        return None
+
+    def note(self, key: bytes, value: bytes) -> None:
+        """The next daemon finds this in ``notes``; b"": it does not. Together some 490 bytes: a
+        longer note is not kept."""
+
+    @property
+    def notes(self) -> Mapping[bytes, bytes]:
+        """By key, also those of another daemon."""
+        return {}
 
     def status(self) -> dict[str, Any]:
         """For ``aifs status``."""

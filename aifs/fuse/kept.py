@@ -7,10 +7,12 @@ mount's descriptor.
     4096        786432      struct lent of opens.h, for each inode that is lent
     HEAD        4096        64 words: see Head; the newest order
     DONE        524288      a ring of slots, by the kernel's number of a request: done requests
-    SLOTS       ...         slots for handles and backing ids, each where there was room
+    SLOTS       134217728   slots for handles and backing ids, each where there was room
+    NOTES       ...         notes (KeptState), 512 bytes each: a number, lengths, key, value
 
 A word has 8 bytes, in the order of the machine; a slot has four. The first word of a slot is
-written last, and says that it is in use: a kill at any moment leaves all of a slot, or nothing.
+written last, and says that it is in use: a kill at any moment leaves all of a slot, or nothing. So
+has a note: the one with the larger number replaces the other one of its key.
 """
 
 import errno
@@ -34,7 +36,7 @@ from aifs.files.types import LENT
 
 _log = logger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """A daemon goes on with a mount only if it has this format of the file."""
 
 _NAME = "aifs-kept"
@@ -48,7 +50,10 @@ HEAD_AT = _LENT_AT + _LENT_COUNT * _LENT.size
 _DONE_AT, _DONE_COUNT = HEAD_AT + _PAGE, 16384
 _SLOTS_AT = _DONE_AT + _DONE_COUNT * _SLOT * _WORD
 _SLOTS_MAX = 1 << 22
-_BYTES = _SLOTS_AT + _SLOTS_MAX * _SLOT * _WORD
+_NOTES_AT = _SLOTS_AT + _SLOTS_MAX * _SLOT * _WORD
+_NOTE_BYTES, _NOTES_MAX = 512, 1 << 16
+_NOTE = struct.Struct("=QHH")
+_BYTES = _NOTES_AT + _NOTES_MAX * _NOTE_BYTES
 
 RESENT = 1 << 63
 """Of the number of a request that was sent to an earlier daemon, too."""
@@ -57,6 +62,9 @@ _BACKING = 1 << 62
 """Of the first word of a slot that is a backing id's. No handle has it."""
 
 ORDER_AT, ORDER_MAX, REFUSED = HEAD_AT + 512, 1024, 1 << 32
+
+_NEVER = (1 << 64) - 1
+"""Of a request that is going to be done: no transaction has this number."""
 
 _DIRECT = 1 << 32
 _BACKING_CLOSE = 0x4004E502
@@ -86,6 +94,8 @@ class Head(IntEnum):
     """The process that stands by, when it is ready."""
     FINISHED = 9
     """The newest order that has been carried out, or with REFUSED has failed."""
+    NOTES = 10
+    """Notes that have ever been in use."""
 
 
 class KeptMount(KeptState):
@@ -118,6 +128,13 @@ class KeptMount(KeptState):
         """Those that another daemon has left."""
         self._backings: dict[int, tuple[int, int]] = {}
         """The same of backing ids."""
+        self._notes: dict[bytes, bytes] = {}
+        self._note_places: dict[bytes, int] = {}
+        """By key, where the note is."""
+        self._free_notes: list[int] = []
+        """Places that were in use."""
+        self._note_number = 0
+        """Of the newest one."""
         self._opens: dict[int, int] = {}
         """By handle, how many open files had it when the mount was taken over."""
         if table is None:
@@ -206,10 +223,66 @@ class KeptMount(KeptState):
     def commits(self, seq: int) -> None:
         if not (unique := current_unique()):
             return
-        if seq:
-            self._put_done(unique, seq, 0, 0)
+        at = self._done_at(unique)
+        if not seq:
+            self._words[at] = 0
+        elif self._words[at] == unique & ~RESENT:
+            self._words[at + 1] = seq
         else:
-            self._words[self._done_at(unique)] = 0
+            self._put_done(unique, seq, 0, 0)
+
+    def about(self, ino: int) -> None:
+        if unique := current_unique():
+            self._put_done(unique, _NEVER, ino, 0)
+
+    def repeated(self) -> Done | None:
+        return self.done(current_unique())
+
+    # --- notes ---
+
+    @property
+    def notes(self) -> Mapping[bytes, bytes]:
+        return self._notes
+
+    def note(self, key: bytes, value: bytes) -> None:
+        old = self._note_places.pop(key, None)
+        self._notes.pop(key, None)
+        if value and _NOTE.size + len(key) + len(value) <= _NOTE_BYTES:
+            self._put_note(key, value)
+        if old is not None:
+            self._words[(_NOTES_AT + old * _NOTE_BYTES) // _WORD] = 0
+            self._free_notes.append(old)
+
+    def _put_note(self, key: bytes, value: bytes) -> None:
+        if self._free_notes:
+            place = self._free_notes.pop()
+        else:
+            place = self.head(Head.NOTES)
+            if place == _NOTES_MAX:
+                return
+            self._put_head(Head.NOTES, place + 1)
+        at = _NOTES_AT + place * _NOTE_BYTES
+        note = _NOTE.pack(0, len(key), len(value)) + key + value
+        self._map[at : at + len(note)] = note
+        self._note_number += 1
+        self._words[at // _WORD] = self._note_number
+        self._note_places[key], self._notes[key] = place, value
+
+    def _load_notes(self) -> None:
+        found = []
+        for place in range(self.head(Head.NOTES)):
+            at = _NOTES_AT + place * _NOTE_BYTES
+            number, length, more = _NOTE.unpack_from(self._map, at)
+            if number:
+                text = self._map[at + _NOTE.size : at + _NOTE.size + length + more]
+                found.append((number, place, text[:length], text[length:]))
+            else:
+                self._free_notes.append(place)
+        for number, place, key, value in sorted(found):
+            if key in self._note_places:  # it was about to be replaced
+                self.note(key, b"")
+            self._note_places[key], self._notes[key] = place, value
+            self._note_number = number
 
     # --- requests that have been done ---
 
@@ -264,6 +337,7 @@ class KeptMount(KeptState):
                     KeptHandle(key, one, two & 0xFFFFFFFF, two >> 32, three & ~_DIRECT, direct)
                 )
         self._load_lent()
+        self._load_notes()
         self._opens = {each.handle: each.opens for each in self._handles}
 
     def _load_lent(self) -> None:

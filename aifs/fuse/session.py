@@ -39,6 +39,7 @@ from aifs.fuse.options import MountOptions
 from aifs.store.ownership import StoreRight
 from aifs.vfs import operation_log
 from aifs.vfs.filesystem import Filesystem
+from aifs.vfs.going_on import set_again
 from aifs.vfs.lifecycle import open_filesystem
 from aifs.vfs.why import watch_slow
 from aifs.watch.server import WatchServer
@@ -151,8 +152,10 @@ async def _serve(
         )
         arguments = mount_arguments(config, options)
         with _mounted(operations, bridge, mountpoint, arguments, keeping):
-            if keeping is not None and keeping.kept.is_taken and bridge.passes_through:
-                kernel.pass_through(bridge)
+            if keeping is not None and keeping.kept.is_taken:
+                if bridge.passes_through:
+                    kernel.pass_through(bridge)
+                set_again(fs)
             async with trio.open_nursery() as nursery:
                 handed_over.serve_in(nursery)
                 nursery.start_soon(_end_with_right, fs.store.ownership)
@@ -335,9 +338,7 @@ def _keep(kept: KeptMount, bridge: Bridge) -> None:
     if bridge.can_be_kept:
         kept.serves()
     else:
-        log.warning(
-            "the mount ends with this process: what else needs the bridge and a kernel of 6.9"
-        )
+        log.info("the mount ends with this process: a kernel before 6.9 repeats no requests")
 
 
 def _refused(fs: Filesystem) -> list[MissingPart]:

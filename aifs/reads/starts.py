@@ -8,6 +8,7 @@ Nobody waits for any of this, and nothing of it makes a job fail: what cannot be
 and ``notes`` of the JSON that the hint tells says why.
 """
 
+import json
 import re
 import socket
 import time
@@ -40,9 +41,13 @@ _log = logger(__name__)
 WINDOW_S = 120.0
 """How long a start is recorded at most."""
 
+_STARTED = b"start "
+"""Before the directory of a start that is recorded: the key of a note."""
+
 _STARTS_MAX = 64
 _LISTED_AT_ONCE = 64
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}")
+_LOST = "the daemon has died meanwhile: what was touched before is left out"
 _BLIND = "the system does not tell what is in memory (cachestat(2)): files count as a whole"
 
 
@@ -64,6 +69,11 @@ class _Start:
         self.ends_s = trio.current_time() + WINDOW_S  # by trio's clock, at the latest
         self.files = self.bytes = 0  # what it has touched, once that is known
         self.notes: list[str] = []  # what was left out, and why
+
+    def note(self) -> bytes:
+        """For the daemon that follows."""
+        uid, gids, _, umask = self.caller
+        return json.dumps([self.run, self.users, self.began_s, uid, gids, umask]).encode()
 
     def tell(self) -> dict[str, Any]:
         return {
@@ -91,6 +101,7 @@ class Starts:
         self._io = io
         self._upkeep = services.upkeep
         self._kernel = services.kernel
+        self._kept = services.kernel.kept
         self._put = put
         self._unlink = unlink
         self._recordings = recordings
@@ -136,6 +147,7 @@ class Starts:
         if start is not None and start.state == "recording":
             if (start.run, start.caller.uid) == (run, caller.uid):
                 start.users += 1
+                self._kept.note(_key(ino), start.note())
                 return
             self._end(start)
         self._starts.pop(ino, None)
@@ -144,14 +156,33 @@ class Starts:
             if not ended:
                 raise Busy(f"{_STARTS_MAX} jobs start already")
             del self._starts[ended[0]]
-        start = self._starts[ino] = _Start(ino, caller, run)
+        self._record_from_now(_Start(ino, caller, run))
+
+    def _record_from_now(self, start: _Start) -> None:
+        self._starts[start.directory] = start
+        self._kept.note(_key(start.directory), start.note())
         self._recordings.add(start.recording)
         self._upkeep.at(Work.STARTS, start.ends_s)
+
+    def go_on(self) -> None:
+        """Record the starts on that another daemon recorded when it died. Does not block."""
+        for key, note in list(self._kept.notes.items()):
+            if key.startswith(_STARTED):
+                run, users, began_s, uid, gids, umask = json.loads(note)
+                ino = int(key.removeprefix(_STARTED))
+                start = _Start(ino, Asker(uid, tuple(gids), umask=umask), run)
+                start.users, start.began_s = users, began_s
+                start.ends_s -= min(max(0.0, time.time() - began_s), WINDOW_S)
+                start.notes.append(_LOST)
+                self._record_from_now(start)
+                if not users:
+                    self._end(start)
 
     def _stop(self, ino: int) -> None:
         start = self._starts.get(ino)
         if start is not None and start.state == "recording":
             start.users -= 1
+            self._kept.note(_key(ino), start.note())
             if not start.users:
                 self._end(start)
 
@@ -189,12 +220,15 @@ class Starts:
             record = StartRecord(
                 start.run, socket.gethostname(), start.began_s, took_s, tuple(touched)
             )
-            await self._write(start, await trio.to_thread.run_sync(encode, record))
+            if touched or _LOST not in start.notes:
+                await self._write(start, await trio.to_thread.run_sync(encode, record))
         except FsError as error:
             start.notes.append(f"no record was written: {error}")
             _log.info("the start %s was not recorded: %s", start.run, error)
         finally:
             start.state = "ended"
+            if self._starts.get(start.directory) is start:
+                self._kept.note(_key(start.directory), b"")
 
     async def _blocks_before(self, start: _Start) -> dict[tuple[int, int, int], set[int]]:
         """The newest record's blocks of files unchanged since. Raises FsError."""
@@ -228,6 +262,10 @@ class Starts:
             some, cookie = await self._engine.view(_list, directory, cookie)
             found += some
         return sorted(found, key=lambda each: each[1].mtime_ns, reverse=True)
+
+
+def _key(directory: int) -> bytes:
+    return _STARTED + b"%d" % directory
 
 
 def _list(

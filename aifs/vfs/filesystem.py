@@ -190,7 +190,7 @@ class Filesystem:
         self.groups, self.group_life = ranks.groups, ranks.life
 
         self._make_keepers()
-        virtual = VirtualFiles(engine, io, servers, services.refusals)
+        virtual = VirtualFiles(engine, io, servers, services.refusals, services.kernel.kept)
         self.files = OpenFiles(
             services, tier, handles, io, self.writeback, drain, ranks.closing, virtual
         )
@@ -304,7 +304,7 @@ class Filesystem:
         self.status = MountStatus(
             services, store, io, self.attributes, self.scrub, self.rebuild, self.trash, reports
         )
-        settings = Settings(
+        self.settings = Settings(
             services.config,
             services.servers,
             {
@@ -317,6 +317,7 @@ class Filesystem:
                 "kernel.slow_request": partial(setattr, self, "slow_request_s"),
                 "log.level": set_log_level,
             },
+            services.kernel.kept,
         )
         self.hints = Hints(
             engine,
@@ -341,7 +342,7 @@ class Filesystem:
                 self.retention,
                 self.trash_rules,
                 ServerOrders(self.server_admin, self.scrub, self.backup, self.options),
-                settings,
+                self.settings,
                 self.starts,
                 self.status,
                 self.trash_requests,

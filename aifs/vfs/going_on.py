@@ -45,6 +45,13 @@ async def go_on(fs: Filesystem, still: StillOpen) -> None:
     fs.io.inodes.wake()
 
 
+def set_again(fs: Filesystem) -> None:
+    """What programs have set until the mount ends. The kernel is there; no request is read yet."""
+    fs.settings.set_again()
+    fs.files.set_again()
+    fs.starts.go_on()
+
+
 async def _write_on(fs: Filesystem, file: OpenInode) -> None:
     """Programs have the file open for writing."""
     try:

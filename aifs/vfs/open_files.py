@@ -41,6 +41,9 @@ from aifs.vfs import attribute_changes
 
 _REMOVED = "another host has removed the file just before"
 
+_ATIME = b"atime"
+"""The key of a note."""
+
 NEW_S = 0.1
 """close(2) of a file younger than this does not wait until other hosts see its contents, because
 they may not know its name yet. So creating many small files never waits.
@@ -137,7 +140,13 @@ class OpenFiles:
         if text not in ATIMES:
             raise Invalid(f"{text!r} is none of {', '.join(ATIMES)}")
         self._options.atime = text
+        self._kernel.kept.note(_ATIME, text.encode())
         self._io.table.recall_all()
+
+    def set_again(self) -> None:
+        """What was set while another daemon served the mount. Does not block."""
+        if text := self._kernel.kept.notes.get(_ATIME):
+            self.set_atime(text.decode())
 
     HINTS = (
         Hint(
@@ -330,7 +339,7 @@ class OpenFiles:
     async def lseek(self, handle: int, offset: int, whence: int) -> int:
         """SEEK_DATA and SEEK_HOLE of lseek(2). Raises NoSuchAddress beyond the end."""
         if self.virtual.has(handle):
-            return self.virtual.seek(handle, offset, whence)
+            return await self.virtual.seek(handle, offset, whence)
         await self._take_back(handle)
         return await ranges.seek(self._io, self._handles[handle].file, offset, whence)
 

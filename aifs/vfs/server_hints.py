@@ -17,8 +17,9 @@ from aifs.data.marker import ROLES
 from aifs.data.servers import Servers
 from aifs.files import rights
 from aifs.files.asks import ROOT, Ask, Hint
+from aifs.files.kept import KeptState
 from aifs.files.services import ServeOptions
-from aifs.files.types import CallerLike
+from aifs.files.types import Caller, CallerLike
 from aifs.store.backup import Backup
 from aifs.store.server_table import id_of
 from aifs.upkeep.scrub import Scrub
@@ -148,6 +149,9 @@ class ServerOrders:
         self._backup.request(token, directory)
 
 
+_SET = b"config "
+"""Before a key that was set: the key of a note."""
+
 Setter = Callable[[Any], None]
 """Has a part use another value from now on."""
 
@@ -159,8 +163,15 @@ def set_log_level(level: str) -> None:
 class Settings:
     """Used from one trio thread."""
 
-    def __init__(self, config: Config, servers: Servers, setters: Mapping[str, Setter]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        servers: Servers,
+        setters: Mapping[str, Setter],
+        kept: KeptState,
+    ) -> None:
         """``setters``: of the keys that can change."""
+        self._kept = kept
         self._config = config
         self._servers = servers
         self._setters = setters
@@ -203,5 +214,16 @@ class Settings:
             raise Invalid(f"{key}: {error}") from None
         self._setters[key](parsed)
         self._config = changed
+        self._kept.note(_SET + key.encode(), os.fsencode(value))
         was, now = known[key]["value"], self.tell()[key]["value"]
         _log.info("%s is %s from now on, and was %s (user %d)", key, now, was, caller.uid)
+
+    def set_again(self) -> None:
+        """What was set while another daemon served the mount. Does not block."""
+        for key, value in list(self._kept.notes.items()):
+            if key.startswith(_SET):
+                text = f"{key.removeprefix(_SET).decode()}={os.fsdecode(value)}"
+                try:
+                    self.put(text, Caller())
+                except Invalid as error:  # of another version
+                    _log.warning("%s is not set any more: %s", text, error)

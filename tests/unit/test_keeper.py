@@ -22,6 +22,37 @@ def test_both_sides_have_one_file() -> None:
         assert getattr(keeper, word) == Head[word]
 
 
+def test_notes_outlive_a_daemon() -> None:
+    one = KeptMount()
+    one.note(b"a", b"1")
+    one.note(b"b", b"2")
+    one.note(b"a", b"3")
+    one.note(b"b", b"")
+    one.note(b"c", bytes(1000))  # too long
+    one.note(b"d", b"4")
+    used = one.head(Head.NOTES)
+    for _ in range(1000):
+        one.note(b"d", b"5")
+    assert one.head(Head.NOTES) == used
+    for _ in range(2):
+        one = KeptMount(os.dup(one.table), 0)
+        assert one.notes == {b"a": b"3", b"d": b"5"}
+    one.note(b"d", b"6")
+    assert KeptMount(os.dup(one.table), 0).notes == {b"a": b"3", b"d": b"6"}
+    assert one.head(Head.NOTES) == used
+
+
+def test_of_two_notes_of_a_key_the_newer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon dies between the new one and the end of the old one."""
+    one = KeptMount()
+    one.note(b"a", b"1")
+    one._note_places.clear()
+    one.note(b"a", b"2")
+    for _ in range(2):
+        one = KeptMount(os.dup(one.table), 0)
+        assert one.notes == {b"a": b"2"}
+
+
 class Failing:
     """A function that fails so often before it works."""
 

@@ -2,24 +2,29 @@
 
 A file has a number for each content: an open one stays as it was, or is ESTALE, and the kernel may
 keep all pages. A name leads to the directory's present contents, asked for each time. Nothing is on
-record.
+record. A daemon that goes on with the mount of another one makes what programs have open again when
+they use it: it stays that file if it holds the same bytes, else it is ESTALE.
 """
 
 import os
 import stat
+import struct
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import NamedTuple
 
 import trio
 
 from aifs.core.errors import (
     AccessDenied,
     DatasetError,
+    FsError,
     Invalid,
     NoSuchAddress,
     NotADirectory,
     NotFound,
+    OutOfMemory,
     ReadOnly,
     Stale,
 )
@@ -29,6 +34,7 @@ from aifs.datasets.order import parsed
 from aifs.datasets.virtual import ShiftedNumbers
 from aifs.files.file_io import FileIO
 from aifs.files.handles import HANDLE_MAX
+from aifs.files.kept import KeptState
 from aifs.files.permissions import asker_of
 from aifs.files.refusals import Refusals
 from aifs.files.settled import SMALL, SettledPart, Source
@@ -46,6 +52,7 @@ from aifs.reads.virtual.sources import (
     read_source,
     require_all,
     right_to,
+    signature_of,
 )
 from aifs.reads.virtual.trees import is_joined, join_files
 from aifs.reads.virtual.walking import SourceWatch, Watches
@@ -56,6 +63,13 @@ _KNOWN_MAX = 64
 _LEAST_BYTES = 2048
 """That are kept of a file and of what it watches, however little it holds."""
 
+_LEFT = b"virtual "
+"""Before the number of a handle, of a file that is open: the key of a note."""
+
+_HANDLE, _NOTE = struct.Struct("=Q"), struct.Struct("=QQI16s")
+
+_ROOT = Asker(0, (0,))
+
 Maker = Callable[[int, SourceWatch, VirtualContent | None], Awaitable[VirtualContent]]
 """From a directory's number, and the file's old content, to the new. Sources are watched before."""
 
@@ -63,24 +77,61 @@ Maker = Callable[[int, SourceWatch, VirtualContent | None], Awaitable[VirtualCon
 class _VirtualFile:
     """A name's content; another one when that changes."""
 
-    __slots__ = ("content", "inode", "memory", "opens", "top", "watch")
+    __slots__ = ("content", "inode", "memory", "name", "opens", "parent", "signature", "watch")
 
     def __init__(
-        self, inode: Inode, top: int, content: VirtualContent, watch: SourceWatch, memory: int
+        self,
+        inode: Inode,
+        parent: int,
+        name: bytes,
+        content: VirtualContent,
+        watch: SourceWatch,
+        memory: int,
     ) -> None:
         self.inode = inode
         self.memory = memory
-        self.top = top
+        self.parent = parent
+        self.name = name
         self.content = content
         self.watch = watch
         self.opens = 0
+        self.signature = b""
+        """Of the content; b"": nobody has asked for it."""
+
+    @property
+    def top(self) -> int:
+        """The directory on record."""
+        return directory_of(self.parent)
+
+
+class _Left(NamedTuple):
+    """A file that a program has opened, as the next daemon finds it."""
+
+    ino: int
+    parent: int
+    uid: int
+    signature: bytes
+    name: bytes
+
+
+def _left(note: bytes) -> _Left:
+    ino, parent, uid, signature = _NOTE.unpack_from(note)
+    return _Left(ino, parent, uid, signature, note[_NOTE.size :])
 
 
 class VirtualFiles:
     """All virtual files and directories of a mount."""
 
-    def __init__(self, engine: Engine, io: FileIO, servers: Servers, refusals: Refusals) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        io: FileIO,
+        servers: Servers,
+        refusals: Refusals,
+        kept: KeptState,
+    ) -> None:
         self._engine = engine
+        self._kept = kept
         self._io = io
         self._buffers = servers.buffers
         self._memory = VirtualMemory(servers.budget, self._forget_one)
@@ -93,6 +144,15 @@ class VirtualFiles:
         """By number; also those that are open, and that no name leads to any more."""
         self._opened: dict[int, tuple[_VirtualFile, int]] = {}
         """By handle, with the user who has opened it."""
+        self._left = {
+            _HANDLE.unpack(key.removeprefix(_LEFT))[0]: _left(note)
+            for key, note in kept.notes.items()
+            if key.startswith(_LEFT)
+        }
+        """By handle, open files of another daemon that programs have not used since."""
+        self._lost = set[int]()
+        """Those of them, by number, that are ESTALE."""
+        self._taking_up = trio.Lock()
         self._making: dict[tuple[int, bytes], trio.Lock] = {}
         """By directory and name, held by the task that looks at the sources."""
         self._last = time.time_ns() // 1000
@@ -117,7 +177,7 @@ class VirtualFiles:
         require_all([right_to(directory)], asker)
         with self._refusals.noted(top, caller, os.fsdecode(name)):
             make = self._maker(parent, name, asker)
-            file = await self._find(top, name, make, directory, asker.uid)
+            file = await self._find(parent, name, make, directory, asker.uid)
             require_all(file.content.rights, asker)
         return file.inode
 
@@ -135,9 +195,10 @@ class VirtualFiles:
             raise Invalid(str(error)) from None
 
     async def _find(
-        self, top: int, name: bytes, make: Maker, directory: Inode, uid: int
+        self, parent: int, name: bytes, make: Maker, directory: Inode, uid: int
     ) -> _VirtualFile:
         """What a name leads to now."""
+        top = directory.ino
         key = (top, name)
         lock = self._making.setdefault(key, trio.Lock())
         try:
@@ -155,7 +216,9 @@ class VirtualFiles:
                     ):
                         known.content, known.watch = content, watch
                     else:
-                        file = await self._add(content, directory, watch)
+                        self._last += 1
+                        ino = FILES | self._last
+                        file = await self._add(ino, parent, name, content, watch, directory)
                 assert file is not None
                 self._named.pop(key, None)
                 self._named[key] = file
@@ -166,27 +229,21 @@ class VirtualFiles:
                 self._making.pop(key, None)
 
     async def _add(
-        self, content: VirtualContent, directory: Inode, watch: SourceWatch
+        self,
+        ino: int,
+        parent: int,
+        name: bytes,
+        content: VirtualContent,
+        watch: SourceWatch,
+        directory: Inode,
     ) -> _VirtualFile:
         memory = _LEAST_BYTES + content.memory + watch.memory
         memory += sum(200 + len(right.acl) for right in content.rights)
         await self._memory.take(memory)
-        self._last += 1
-        size, time_ns = content.bytes.size, content.mtime_ns
-        inode = Inode(
-            FILES | self._last,
-            stat.S_IFREG | 0o444,
-            directory.uid,
-            directory.gid,
-            1,
-            0,
-            size,
-            -(-size // 512),
-            time_ns,
-            time_ns,
-            time_ns,
-        )
-        file = self._files[inode.ino] = _VirtualFile(inode, directory.ino, content, watch, memory)
+        mode, size, time_ns = stat.S_IFREG | 0o444, content.bytes.size, content.mtime_ns
+        owner, times = (directory.uid, directory.gid), (time_ns, time_ns, time_ns)
+        inode = Inode(ino, mode, *owner, 1, 0, size, -(-size // 512), *times)
+        file = self._files[ino] = _VirtualFile(inode, parent, name, content, watch, memory)
         return file
 
     def _forget(self) -> None:
@@ -218,6 +275,7 @@ class VirtualFiles:
     async def getattr(self, ino: int) -> Inode:
         """Raises Stale for a file that is remembered no more, NotFound."""
         if ino >= FILES:
+            await self._take_up(ino)
             return self._file(ino).inode
         top = directory_of(ino)
         return _directory(ino, await self._engine.view(namespace.get_directory, top))
@@ -235,6 +293,7 @@ class VirtualFiles:
         have changed since the lookup (O_PATH)."""
         if flags & (os.O_ACCMODE | os.O_TRUNC):
             raise ReadOnly("virtual files cannot be written")
+        await self._take_up(ino)
         file, asker = self._file(ino), asker_of(caller)
         require_all(file.content.rights, asker)
         directory = await self._engine.view(namespace.get_directory, file.top)
@@ -242,23 +301,72 @@ class VirtualFiles:
             require_all([right_to(directory), *file.watch.rights], asker)
         except AccessDenied:
             raise Stale("the virtual file is to be found by its name again") from None
+        if self._kept.is_on and not file.signature:
+            file.signature = await signature_of(file.content)
         if self._files.get(ino) is not file:  # forgotten meanwhile
             raise Stale("the virtual file is to be found by its name again")
         with self._refusals.noted(file.top, caller, "open"):
             self._memory.open(asker.uid, ino, file.memory)
         self._last += 1
         handle = HANDLE_MAX + 1 + self._last % HANDLE_MAX
-        while handle in self._opened:
+        while self.has(handle):
             handle = HANDLE_MAX + 1 + (handle + 1) % HANDLE_MAX
         self._opened[handle] = file, asker.uid
         file.opens += 1
+        if self._kept.is_on:
+            note = _NOTE.pack(ino, file.parent, asker.uid, file.signature) + file.name
+            self._kept.note(_LEFT + _HANDLE.pack(handle), note)
         return Opened(handle)
 
     def has(self, handle: int) -> bool:
         """Whether it is the handle of a virtual file."""
-        return handle in self._opened
+        return handle in self._opened or handle in self._left
+
+    async def _take_up(self, ino: int) -> None:
+        """Open a file again that programs had open when another daemon died. Raises Stale if the
+        directory holds other bytes now, OutOfMemory."""
+        if not self._left:
+            return
+        async with self._taking_up:
+            handles = [handle for handle, left in self._left.items() if left.ino == ino]
+            if not handles:
+                return
+            file = None if ino in self._lost else await self._make_again(self._left[handles[0]])
+            if file is None:
+                self._lost.add(ino)
+                raise Stale("the virtual file was opened before a daemon died, and has changed")
+            for handle in handles:
+                if (left := self._left.get(handle)) is not None:  # not closed meanwhile
+                    self._memory.open(left.uid, ino, file.memory)
+                    self._opened[handle] = file, left.uid
+                    file.opens += 1
+                    del self._left[handle]
+
+    async def _make_again(self, left: _Left) -> _VirtualFile | None:
+        """The file, if it can be made, and holds the same bytes."""
+        top, name = directory_of(left.parent), left.name
+        try:
+            directory = await self._engine.view(namespace.get_directory, top)
+            make = self._maker(left.parent, name, _ROOT)
+            async with self._memory.making(left.uid) as counted:
+                watch = self._watches.begin(counted)
+                content = await make(top, watch, None)
+        except OutOfMemory:
+            raise
+        except FsError:
+            return None
+        if await signature_of(content) != left.signature:
+            return None
+        file = await self._add(left.ino, left.parent, name, content, watch, directory)
+        file.signature = left.signature
+        self._named.setdefault((top, name), file)
+        return file
 
     def release(self, handle: int) -> None:
+        if self._kept.is_on:
+            self._kept.note(_LEFT + _HANDLE.pack(handle), b"")
+        if self._left.pop(handle, None) is not None:
+            return
         file, uid = self._opened.pop(handle)
         file.opens -= 1
         self._memory.close(uid, file.inode.ino, file.memory)
@@ -267,7 +375,7 @@ class VirtualFiles:
     async def read(self, handle: int, offset: int, length: int) -> bytes | memoryview:
         """Up to ``length`` bytes, fewer only at the end. Raises Stale if a source has changed, and
         its errors."""
-        file, _ = self._opened[handle]
+        file = await self._opened_by(handle)
         content = file.content
         length = min(length, content.bytes.size - offset)
         if length <= 0:
@@ -298,6 +406,12 @@ class VirtualFiles:
             raise
         return data
 
+    async def _opened_by(self, handle: int) -> _VirtualFile:
+        """Raises Stale."""
+        if handle in self._left:
+            await self._take_up(self._left[handle].ino)
+        return self._opened[handle][0]
+
     async def _read_small(self, parts: list[SettledPart]) -> None:
         others = await self._io.settled.read(parts)
         await run_all(*(partial(self._read_part, part) for part in others))
@@ -311,9 +425,9 @@ class VirtualFiles:
         _, offset, length = piece.numbers
         target[:] = piece.shifted(await read_source(self._io, source, offset, length))
 
-    def seek(self, handle: int, offset: int, whence: int) -> int:
-        """SEEK_DATA and SEEK_HOLE of lseek(2): there are no holes. Raises NoSuchAddress."""
-        size = self._opened[handle][0].content.bytes.size
+    async def seek(self, handle: int, offset: int, whence: int) -> int:
+        """SEEK_DATA and SEEK_HOLE of lseek(2): there are no holes. Raises NoSuchAddress, Stale."""
+        size = (await self._opened_by(handle)).content.bytes.size
         if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
             raise Invalid(f"whence {whence} is none of ours")
         if not 0 <= offset < size:

@@ -5,7 +5,7 @@ import re
 import stat
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import trio
 from aifs.core.errors import Invalid
 from aifs.datasets.archive import Archive, ArchiveMember, is_member
 from aifs.datasets.formats.files import catalogue_of, is_hidden, joined_name
-from aifs.datasets.virtual import Piece, SourceRange, cut
+from aifs.datasets.virtual import Buffer, Piece, SourceRange, cut
 from aifs.files.file_io import FileIO
 from aifs.files.settled import Source
 from aifs.meta import namespace
@@ -176,6 +176,10 @@ class _Joined:
         """As VirtualBytes."""
         number = bisect_right(self._starts, offset) - 1
         return cut(self._from(number), offset - self._starts[number], length)
+
+    def columns(self) -> Iterable[Buffer]:
+        """As VirtualBytes."""
+        return self._inos, self._mtimes, self._starts, self._name_ends, self._names
 
     def _from(self, first: int) -> Iterator[Piece]:
         for number in range(first, len(self._inos)):
