@@ -7,6 +7,7 @@ import struct
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pyfuse3
 import trio
@@ -14,6 +15,7 @@ import trio
 from aifs.core import ioctl
 from aifs.core.config import KernelConfig
 from aifs.core.errors import FsError, Invalid, NoSuchIoctl, NotSupported
+from aifs.files.kept import Done
 from aifs.files.lock_homes import FCNTL, FLOCK
 from aifs.files.lock_table import LAST, Lock
 from aifs.files.types import WRITABLE, Caller
@@ -153,8 +155,11 @@ class HandedOver:
         """By unique number; None: not to be interrupted."""
         self._reply = reply
         self._nursery: trio.Nursery | None = None
-        self.kept: KeptMount | None = None
-        """As of Operations; None, as nothing that comes here is recorded as done."""
+        kept = fs.kernel.kept
+        self.kept = kept if isinstance(kept, KeptMount) else None
+        """As of Operations."""
+        self._unique = 0
+        """Of the request whose handler is about to be called."""
         self._handlers: dict[int, Handler] = {
             STATFS: self.statfs,
             IOCTL: self.ioctl,
@@ -245,6 +250,7 @@ class HandedOver:
         try:
             with self._running[unique] or nullcontext():
                 try:
+                    self._unique = unique
                     data = await handler(nodeid, body, caller)
                     number = 0
                 except pyfuse3.FUSEError as error:
@@ -253,6 +259,14 @@ class HandedOver:
             del self._running[unique]
             self._scheduler.waiting_requests -= 1
             self._reply(unique, number, data)
+
+    def unique(self) -> int:
+        """As of Operations."""
+        return self._unique
+
+    async def answer_again(self, operation: str, handler: Any, args: Any, done: Done) -> Any:
+        """As of Operations. The parts that serve ioctls ask themselves (KeptState.repeated)."""
+        return await handler(self, *args)
 
     @answers
     async def ioctl(self, nodeid: int, body: bytes, caller: Caller) -> bytes:

@@ -72,7 +72,7 @@ def answers(handler: Handler) -> Handler:
         activity = Activity(describe, told, begin_ns)
         again = None
         if self.kept is not None:
-            activity.unique = unique = self.kept.unique()
+            activity.unique = unique = self.unique()
             again = self.kept.done(unique) if unique & RESENT else None
         begin(activity)
         number, missing, moved = errno.EINTR, 0, 0  # unless it ends in another way
@@ -214,6 +214,10 @@ class Operations(pyfuse3.Operations):
         self._negative.entry_timeout = kernel.negative_timeout_s
         self._unkept = EntryAttributes()
         self._unkept.entry_timeout = 0
+
+    def unique(self) -> int:
+        """The kernel's number of the request that is about to be answered."""
+        return 0 if self.kept is None else self.kept.unique()
 
     async def answer_again(self, operation: str, handler: Any, args: Any, done: Done) -> Any:
         """The answer to a request that an earlier daemon did, repeated by the kernel without that

@@ -21,7 +21,7 @@ from aifs.files.looked_up import Name, if_looked_up
 from aifs.files.services import Services
 from aifs.files.types import ROOT, CallerLike
 from aifs.meta import forms, keys, namespace, publishing
-from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.meta.kv import ReadTransaction, Transaction, answers
 from aifs.meta.publishing import Publication, Published
 from aifs.meta.records import Dentry, Inode
 from aifs.meta.trash import Remover
@@ -203,7 +203,13 @@ class Publishing:
         return inode, other, synced
 
     async def publish_as(self, ask: Ask, fields: Mapping[str, Any]) -> None:
-        """Publish a directory as these fields of the hint say. Raises as ``publish``."""
+        """Publish a directory as these fields of the hint say, unless another daemon has done it
+        for this request. Raises as ``publish``."""
+        if self._kernel.kept.repeated() is not None:
+            await self._engine.barrier()
+            inode = await self._engine.view(namespace.get_inode, ask.ino)
+            self._retention.shown(inode.parent)
+            return
         values: dict[str, Any] = {
             key: os.fsencode(value) if isinstance(value, str) else value
             for key, value in fields.items()
@@ -286,6 +292,7 @@ class Publishing:
             self._forget([inode.ino for inode in done.unlinked])
 
 
+@answers
 def _publish(
     tx: Transaction,
     what: Publication,

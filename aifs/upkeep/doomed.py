@@ -21,7 +21,7 @@ from aifs.files.file_io import FileIO
 from aifs.files.services import Services
 from aifs.files.types import ROOT, CallerLike
 from aifs.meta import dooming, namespace
-from aifs.meta.kv import Transaction
+from aifs.meta.kv import Transaction, answers
 from aifs.meta.records import Inode
 from aifs.meta.trash import Remover
 from aifs.upkeep.trash_rules import TrashRules
@@ -205,6 +205,7 @@ class DoomedTrees:
             self._on_gone(inode.ino)
 
 
+@answers
 def _doom(
     tx: Transaction, parent: int, name: bytes, caller: CallerLike, now: int, by: Remover | None
 ) -> Inode:

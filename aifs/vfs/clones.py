@@ -30,7 +30,7 @@ from aifs.files.transitions import alone
 from aifs.files.types import CallerLike
 from aifs.meta import clones, dooming, namespace
 from aifs.meta.clones import Terms, Unshared
-from aifs.meta.kv import ReadTransaction, Result, Transaction, grows
+from aifs.meta.kv import ReadTransaction, Result, Transaction, answers, grows
 from aifs.meta.records import Inode
 from aifs.upkeep.doomed import DoomedTrees
 from aifs.vfs.open_files import OpenFiles
@@ -87,23 +87,9 @@ class Clones:
         for ino in (directory, parent):
             virtual.require_on_record(ino)
         namespace.require_name(new_name)
-        source, target = await self._engine.view(_find, directory, name, parent, new_name, caller)
-        groups = permissions.groups_of(caller)
-        terms = Terms(
-            clock.kernel_ns(),
-            caller.uid,
-            [caller.gid, *groups],
-            partial(_require_readable, caller=caller),
-            is_snapshot=is_snapshot,
-        ).below(target)
-        name_it = grows(partial(_allowed, parent, caller))
-        if source.is_dir:
-            await self._clone_tree(source.ino, parent, new_name, terms, name_it)
-        elif is_snapshot:
-            raise NotADirectory()
-        else:
-            await self._clone_file(source, parent, new_name, terms, name_it)
-        faults.reach(_SHOWN)
+        if self._kernel.kept.repeated() is None:
+            await self._clone(directory, name, parent, new_name, caller, is_snapshot)
+            faults.reach(_SHOWN)
         await self._kernel.look_up_anew([(parent, new_name)])
         await self._engine.barrier()
         await self._engine.shown()
@@ -133,6 +119,32 @@ class Clones:
             ),
         ),
     )
+
+    async def _clone(
+        self,
+        directory: int,
+        name: bytes,
+        parent: int,
+        new_name: bytes,
+        caller: CallerLike,
+        is_snapshot: bool,
+    ) -> None:
+        source, target = await self._engine.view(_find, directory, name, parent, new_name, caller)
+        groups = permissions.groups_of(caller)
+        terms = Terms(
+            clock.kernel_ns(),
+            caller.uid,
+            [caller.gid, *groups],
+            partial(_require_readable, caller=caller),
+            is_snapshot=is_snapshot,
+        ).below(target)
+        name_it = answers(grows(partial(_allowed, parent, caller)))
+        if source.is_dir:
+            await self._clone_tree(source.ino, parent, new_name, terms, name_it)
+        elif is_snapshot:
+            raise NotADirectory()
+        else:
+            await self._clone_file(source, parent, new_name, terms, name_it)
 
     async def _clone_file(
         self,

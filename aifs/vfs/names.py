@@ -258,7 +258,8 @@ class Names:
         (``locked``). Raises NotFound, NotADirectory, AccessDenied, NotPermitted, ReadOnly.
         """
         self._options.require_writable()
-        await self._doomed.doom(parent, name, caller)
+        if self._kernel.kept.repeated() is None:
+            await self._doomed.doom(parent, name, caller)
         if locked:
             self._kernel.drop_name_soon(parent, name)
         else:

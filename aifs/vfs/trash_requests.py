@@ -18,8 +18,8 @@ from aifs.files import permissions, rights
 from aifs.files.asks import DIRECTORY, ROOT, Ask, Hint, HintCall
 from aifs.files.services import Services
 from aifs.files.types import CallerLike
-from aifs.meta import keys, namespace, quotas, restoring
-from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.meta import keys, namespace, publishing, quotas, restoring
+from aifs.meta.kv import ReadTransaction, Transaction, answers
 from aifs.meta.quotas import inherited
 from aifs.meta.records import Inode
 from aifs.meta.restoring import Turns
@@ -146,7 +146,13 @@ class TrashRequests:
         """See ``restore``."""
         which, parent = ask.fields.get("id", 0), ask.fields.get("parent", 0)
         wanted = Restoring(ask.ino, ask.path("path"), which, parent, ask.path("name"))
-        inode = await self.restore(wanted, ask.caller)
+        done = self._kernel.kept.repeated()
+        if done is None:
+            inode = await self.restore(wanted, ask.caller)
+        else:
+            inode = await self._engine.view(namespace.get_inode, done.handle)
+            name = await self._engine.view(publishing.name_of, inode)
+            await self._show(inode, name)
         return {"id": inode.ino, "parent": inode.parent}
 
     # --- restoring ---
@@ -179,16 +185,21 @@ class TrashRequests:
             # Quotas may have been set or removed since: they count it as if it had been there.
             await self._quotas.take_in(entry.ino, home)
         cookie = await self._ids.take()
+        self._kernel.kept.about(entry.ino)
         inode, name = await self._engine.transact(
             _restore, entry, wanted, caller, cookie, clock.kernel_ns()
         )
         faults.reach(_RESTORED)
         inode = self._names.adopt(inode)
+        await self._show(inode, name)
+        return inode
+
+    async def _show(self, inode: Inode, name: bytes) -> None:
+        """It has its name again."""
         await self._engine.barrier()
         await self._kernel.look_up_anew([(inode.parent, name)])
         self._kernel.drop_attributes_soon([inode.ino])
         await self._engine.shown()
-        return inode
 
     async def _gather(self, top: Entry, caller: CallerLike) -> None:
         """Put what was removed from a trashed directory back into it, deepest first."""
@@ -294,6 +305,7 @@ def _find_place(
     return home, name
 
 
+@answers
 def _restore(
     tx: Transaction, entry: Entry, wanted: Restoring, caller: CallerLike, cookie: int, now: int
 ) -> tuple[Inode, bytes]:

@@ -23,7 +23,7 @@ import pytest
 from aifs.core import mountinfo
 from aifs.fuse.kept import HEAD_AT, Head
 from aifs.store.owner import read_owner
-from tests.support.mounts import TIMEOUT_S, Mounted, aifs, mounted_store
+from tests.support.mounts import TIMEOUT_S, Mounted, aifs, call, mounted_store
 from tests.support.outcomes import PROGRAMS, exchange
 
 KEPT = "kernel.restarts=5"
@@ -133,6 +133,67 @@ def test_a_virtual_file_is_not_taken_for_an_earlier_one(kept: Mounted) -> None:
     assert b"one" in before and b"two" in after and b"one" not in after
 
 
+def test_virtual_files_stay_open(kept: Mounted) -> None:
+    """As long as their bytes are the same."""
+    for name in ("same", "changed"):
+        (kept.path / name).mkdir()
+        for number in range(40):
+            (kept.path / name / f"{number}.txt").write_text(f"{name} {number}\n" * 100)
+    paths = [kept.path / name / ".aifs-data" / "files.tar" for name in ("same", "changed")]
+    before = [path.read_bytes() for path in paths]
+    same, changed, closed = (os.open(path, os.O_RDONLY) for path in (*paths, paths[0]))
+    assert os.read(same, 5000) == before[0][:5000] and os.read(changed, 1) == before[1][:1]
+    size = os.fstat(same).st_size
+    kill(kept)
+    os.close(closed)
+    (kept.path / "changed" / "0.txt").write_text("other")
+    os.posix_fadvise(same, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(changed, 0, 0, os.POSIX_FADV_DONTNEED)
+    for _ in range(2):
+        assert os.lseek(same, 0, os.SEEK_CUR) == 5000
+        assert os.read(same, 1 << 20) == before[0][5000:]
+        assert os.fstat(same).st_size == size == os.lseek(same, 0, os.SEEK_HOLE)
+        with pytest.raises(OSError) as raised:
+            os.pread(changed, 1 << 20, 0)
+        assert raised.value.errno == errno.ESTALE
+        kill(kept)
+        os.posix_fadvise(same, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.lseek(same, 5000, os.SEEK_SET)
+    assert os.stat(paths[0]).st_ino == os.fstat(same).st_ino
+    assert paths[0].read_bytes() == before[0] and b"other" in paths[1].read_bytes()
+    os.close(same)
+    os.close(changed)
+
+
+def test_what_was_set_stays_set(kept: Mounted) -> None:
+    aifs("config", "set", kept.path, "burst.drain_delay", "1h")
+    aifs("config", "set", kept.path, "log.level", "debug")
+    os.setxattr(kept.path, "user.aifs.atime", b"noatime")
+    job = kept.path / "job"
+    job.mkdir()
+    os.setxattr(job, "user.aifs.start", b"record=run")
+    file = kept.path / "file"
+    file.write_bytes(b"a" * 5000)
+    os.utime(file, (1, 1))
+    for _ in range(2):
+        kill(kept)
+        told = json.loads(os.getxattr(kept.path, "user.aifs.config"))
+        assert told["burst.drain_delay"]["value"] == "1h"
+        assert told["log.level"]["value"] == "debug"
+    file.read_bytes()
+    assert file.stat().st_atime == 1
+    os.setxattr(job, "user.aifs.start", b"stop")
+    told = {"state": ""}
+    while told["state"] != "ended":
+        told = json.loads(os.getxattr(job, "user.aifs.start"))
+    assert told["run"] == "run" and told["files"] == 1
+    assert "what was touched before is left out" in told["notes"][0]
+    kill(kept)
+    with pytest.raises(OSError) as raised:
+        os.getxattr(job, "user.aifs.start")
+    assert raised.value.errno == errno.ENODATA
+
+
 def test_what_it_says_of_itself(kept: Mounted) -> None:
     kill(kept)
     told = json.loads(os.getxattr(kept.path, "user.aifs.status"))["keeper"]
@@ -210,6 +271,42 @@ def _read(top: Path) -> None:
     assert (top / "old").read_bytes() == b"old"
 
 
+def _cloned(top: Path) -> None:
+    call(top, "clone", name="directory", clone="new")
+    assert (top / "new" / "inside").read_bytes() == b"inside"
+
+
+def _cloned_file(top: Path) -> None:
+    call(top, "clone", name="old", clone="new")
+    assert (top / "new").read_bytes() == b"old"
+
+
+def _removed_tree(top: Path) -> None:
+    assert (top / "directory" / "inside").exists()
+    call(top, "remove", name="directory")
+    assert not (top / "directory").exists()
+
+
+def _removed_tree_by_attribute(top: Path) -> None:
+    os.setxattr(top, "user.aifs.remove", b"directory")
+    assert not (top / "directory").exists()
+
+
+def _published(top: Path) -> None:
+    fields = {"final": "new", "latest": "latest"}
+    call(top / "directory", "publish-as", **fields)
+    assert (top / "latest" / "inside").read_bytes() == b"inside"
+    assert not (top / "directory").exists()
+
+
+def _restored(top: Path) -> None:
+    ino = (top / "removed" / "file").stat().st_ino
+    (top / "removed" / "file").unlink()
+    told = call(top, "restore", path="removed/file")
+    assert told == {"id": ino, "parent": (top / "removed").stat().st_ino}
+    assert (top / "removed" / "file").read_bytes() == b"file"
+
+
 REQUESTS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "create": ("create", _create),
     "tmpfile": ("create", _tmpfile),
@@ -241,7 +338,21 @@ REQUESTS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "getattr": ("getattr", lambda top: _set(top)),
     "lookup": ("lookup", lambda top: (top / "nothing").exists() and None),
     "readdir": ("readdir", lambda top: os.listdir(top) and None),
+    "clone of a tree": ("ioctl", _cloned),
+    "clone of a file": ("ioctl", _cloned_file),
+    "removal of a tree": ("ioctl", _removed_tree),
+    "removal of a tree by attribute": ("setxattr", _removed_tree_by_attribute),
+    "publishing": ("ioctl", _published),
+    "restore": ("ioctl", _restored),
 }
+
+
+TREES = (
+    "clone of a tree",
+    "removal of a tree",
+    "removal of a tree by attribute",
+    "publishing",
+)
 
 
 @pytest.mark.sweep
@@ -263,6 +374,12 @@ def test_a_request_is_done_once(
         os.setxattr(top / "old", "user.a", b"1")
         (top / "other").write_bytes(b"other")
         (top / "directory").mkdir()
+        if name in TREES:
+            (top / "directory" / "inside").write_bytes(b"inside")
+        if name == "restore":
+            (top / "removed").mkdir()
+            (top / "removed" / "file").write_bytes(b"file")
+            os.setxattr(top, "user.aifs.trash", b"1h")
         if name == "setattr":
             os.stat(top / "old")
         now.touch()
@@ -323,8 +440,7 @@ def test_the_keeper_waits_until_it_can_start_one(kept: Mounted) -> None:
 def program(path: Path, script: str) -> Path:
     """An interpreter that can be asked whether it could go on, and then runs ``script``."""
     path.write_text(f"""#!/bin/sh
-for word in "$@"; do last=$word; done
-[ "${{last##*:}}" != "$last" ] || exit 0
+case "$*" in *--descriptors*) ;; *) exit 0;; esac
 {script}
 """)
     path.chmod(0o755)
@@ -357,9 +473,9 @@ def test_another_version_goes_on(kept: Mounted, scratch: Path) -> None:
         (
             f"exec {sys.executable} -c '\n"
             "import os, sys\n"
-            '_, table, turn = map(int, sys.argv[1].split(":"))\n'
-            "os.pwrite(table, os.getpid().to_bytes(8, sys.byteorder), int(sys.argv[2]))\n"
-            f"os.read(turn, 1)' $last {HEAD_AT + 8 * Head.READY}",
+            "_, table, turn = map(int, sys.argv[-3:])\n"
+            "os.pwrite(table, os.getpid().to_bytes(8, sys.byteorder), int(sys.argv[1]))\n"
+            f'os.read(turn, 1)\' {HEAD_AT + 8 * Head.READY} "$@"',
             "does not serve",
         ),
     ],
