@@ -86,9 +86,13 @@ _COMMANDS = {
 
 NAMES = [name for names in _COMMANDS.values() for name in names.split()]
 
+_HIDDEN = {"go-on"}
+"""Commands that no person runs."""
+
 _MODULES = {
     "completion": "manual",
     "format": "mount",
+    "go-on": "mount",
     "group": "info",
     "host": "server",
     "layout": "info",
@@ -120,7 +124,7 @@ class _Commands(CommandGroup):
         return NAMES
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in NAMES:
+        if name not in NAMES and name not in _HIDDEN:
             return None
         if name not in _SILENT:
             import logging
@@ -129,7 +133,7 @@ class _Commands(CommandGroup):
                 format="aifs: %(message)s", level=logging.WARNING
             )
         module = importlib.import_module(f"aifs.cli.{_MODULES.get(name, name)}")
-        return getattr(module, f"{name}_command")
+        return getattr(module, f"{name.replace('-', '_')}_command")
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, names in _COMMANDS.items():

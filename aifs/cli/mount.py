@@ -19,10 +19,12 @@ from aifs.core import log
 from aifs.core.errors import AifsError, MountError, UserError
 
 if TYPE_CHECKING:
-    from aifs.core.config import Config
     from aifs.fuse.options import MountOptions
 
 _logger = logging.getLogger(__name__)
+
+_WITHOUT_PLUGINS = "PYDANTIC_DISABLE_PLUGINS", "__all__"
+"""A search of all installed packages for plugins would be 5 % of a start."""
 
 
 @command(
@@ -85,7 +87,16 @@ Mount options (-o, separated by commas, may be repeated; the last one wins):
 @click.argument("source", type=PATH)
 @click.argument("mountpoint", type=MOUNTPOINT)
 @click.option("-o", "options", multiple=True, metavar="OPTION,...", help="Mount options and keys.")
-@click.option("--foreground", is_flag=True, help="Stay in the foreground and log to stderr.")
+@click.option(
+    "--foreground",
+    is_flag=True,
+    help="Stay in the foreground and log to stderr; the mount ends with this process.",
+)
+@click.option(
+    "--no-keeper",
+    is_flag=True,
+    help="The mount ends with its daemon, as with -o kernel.restarts=0.",
+)
 @click.option(
     "-f", "--fake", is_flag=True, help="Check everything that can be checked without mounting."
 )
@@ -94,7 +105,6 @@ Mount options (-o, separated by commas, may be repeated; the last one wins):
     is_flag=True,
     help="Take the store over from a host that is known to be dead.",
 )
-@click.option("--kept", hidden=True, help="Descriptors of a mount to go on with.")
 @click.option("-s", "--sloppy", is_flag=True, help="Ignore unknown mount options.")
 @click.option("-n", is_flag=True, hidden=True, expose_value=False)
 @click.option("-v", is_flag=True, hidden=True, expose_value=False)
@@ -104,23 +114,24 @@ def mount_command(
     mountpoint: str,
     options: tuple[str, ...],
     foreground: bool,
+    no_keeper: bool,
     fake: bool,
     force: bool,
     sloppy: bool,
-    kept: str | None,
 ) -> None:
     """Mount the store SOURCE at the directory MOUNTPOINT.
 
-    Returns when the mount serves. A mount that a killed daemon left behind at MOUNTPOINT is cleaned
-    up first; a daemon that has not answered there for 30 s is ended. A store has one owner. Where
-    its metadata have been copied or restored to another place, the mount is refused while the old
-    owner has not given the store back, with its host and the time when it was seen last; --force
-    takes the store over after some seconds, and an old owner that is alive all the same notices it,
-    and ends. The daemon logs to the file that the configuration key log.file names; SIGTERM and
-    SIGINT unmount it cleanly, SIGUSR1 writes the stacks of all its threads and tasks to the log.
+    Returns when the mount serves. Where one host uses the store, a daemon that dies is followed by
+    another one, and programs wait for it (kernel.restarts). A mount that a killed daemon left
+    behind at MOUNTPOINT is cleaned up first; a daemon that has not answered there for 30 s is
+    ended. A store has one owner. Where its metadata have been copied or restored to another place,
+    the mount is refused while the old owner has not given the store back, with its host and the
+    time when it was seen last; --force takes the store over after some seconds, and an old owner
+    that is alive all the same notices it, and ends. The daemon logs to the file that the
+    configuration key log.file names; SIGTERM and SIGINT unmount it cleanly, SIGUSR1 writes the
+    stacks of all its threads and tasks to the log.
     """
-    # A search of all installed packages for plugins would be 5 % of a start.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    os.environ.setdefault(*_WITHOUT_PLUGINS)
     from aifs.cli.umount import register
     from aifs.core import config
     from aifs.fuse.options import parse
@@ -133,17 +144,18 @@ def mount_command(
         if not fake:
             _remount(mountpoint, mount_options)
         return
+    if no_keeper:
+        overrides["kernel.restarts"] = "0"
+    elif foreground:  # a supervisor of services starts another one
+        overrides.setdefault("kernel.restarts", "0")
     loaded = config.load(source, overrides)
-    if kept is not None:
-        _go_on(loaded, mountpoint, mount_options, kept, foreground)
-        return
     find_metadata(loaded)
     path = _prepare(mountpoint)
     if fake:
         return
-    again = [sys.executable, "-m", "aifs.cli.main", "mount", loaded.source, path]
+    again = [sys.executable, "-m", "aifs.cli.main", "go-on", loaded.source, path]
     again += [word for option in options for word in ("-o", option)]
-    again += [*["--foreground"] * foreground, *["--sloppy"] * sloppy, "--kept"]
+    again += [*["--foreground"] * foreground, *["--sloppy"] * sloppy]
 
     def work(on_ready: Callable[[], None]) -> None:
         from aifs.fuse.session import serve
@@ -159,27 +171,47 @@ def mount_command(
         _name_missing_servers(path)
 
 
-def _go_on(
-    loaded: "Config", mountpoint: str, options: "MountOptions", kept: str, foreground: bool
+@command("go-on", hidden=True)
+@click.argument("source")
+@click.argument("mountpoint")
+@click.option("-o", "options", multiple=True)
+@click.option("--foreground", is_flag=True)
+@click.option("--sloppy", is_flag=True)
+@click.option(
+    "--descriptors", type=(int, int, int), help="Of the mount, of what is kept, of the pipe."
+)
+def go_on_command(
+    source: str,
+    mountpoint: str,
+    options: tuple[str, ...],
+    foreground: bool,
+    sloppy: bool,
+    descriptors: tuple[int, int, int] | None,
 ) -> None:
-    """Serve the mount of a dead daemon. ``kept``: the keeper's descriptors of the mount, of what is
-    kept, and of a pipe that says when; "": check that this version could."""
+    """Go on with the mount of a daemon that dies, when the keeper says so: it starts this command.
+    Without descriptors: check that this version could."""
+    os.environ.setdefault(*_WITHOUT_PLUGINS)
+    from aifs.core import config
+    from aifs.fuse.options import parse
+
+    mount_options, overrides = parse(options, config.known_keys(), os.geteuid() == 0, sloppy)
+    loaded = config.load(source, overrides)
     log.setup(None if foreground else loaded.log.file, loaded.log.level)
     os.umask(0o022)
     try:
         from aifs.fuse.kept import KeptMount, stand_by
         from aifs.fuse.session import serve
 
-        if not kept:
+        if descriptors is None:
             return
-        device, table, turn = map(int, kept.split(":"))
-        for fd in (device, table, turn):
+        for fd in descriptors:
             os.set_inheritable(fd, False)
+        device, table, turn = descriptors
         gc.freeze()
         if not stand_by(table, turn):
             return  # the keeper has ended
         os.close(turn)
-        serve(loaded, mountpoint, options, lambda: None, kept=KeptMount(table, device))
+        serve(loaded, mountpoint, mount_options, lambda: None, kept=KeptMount(table, device))
     except (AifsError, OSError, ImportError) as error:
         _logger.error("the daemon stops: %s", describe_error(error))
         raise

@@ -32,7 +32,7 @@ def upgrade_command(mountpoint: str, python: str | None) -> Report:
     """Replace the daemon of MOUNTPOINT by one of another version, or start it anew. Programs wait
     for a moment, and see no error; their files stay open.
 
-    The mount was made with kernel.restarts above 0. The new version starts and reads the
+    The mount outlives its daemons (kernel.restarts). The new version starts and reads the
     configuration while the old one serves. Where it cannot, or does not serve within 30 s, the old
     one goes on, and the exit code is 6.
     """
@@ -75,8 +75,8 @@ def _kept(path: str, status: dict[str, Any]) -> dict[str, Any]:
     kept = status.get("keeper")
     if not kept:
         raise MountError(
-            f"{path}: this mount ends with its daemon; unmount it, and mount it again with "
-            "-o kernel.restarts=5"
+            f"{path}: this mount ends with its daemon (--no-keeper, --foreground, "
+            "kernel.restarts 0, kernel.bridge off, or a store of several hosts)"
         )
     return kept
 
@@ -84,7 +84,7 @@ def _kept(path: str, status: dict[str, Any]) -> dict[str, Any]:
 def _require_works(path: str, program: str, source: str) -> None:
     """Raises MountError unless this interpreter has an AIFS that can mount, and that reads the
     store's configuration."""
-    check = [program, "-m", "aifs.cli.main", "mount", "--kept", "", source, path]
+    check = [program, "-m", "aifs.cli.main", "go-on", source, path]
     try:
         done = subprocess.run(check, capture_output=True, text=True)
     except OSError as error:

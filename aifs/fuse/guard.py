@@ -39,8 +39,7 @@ class KeeperOrders:
 
     kept: KeptMount
     again: Sequence[str]
-    """The command that starts the next daemon, before the descriptors of the mount and of what is
-    kept, with a colon between."""
+    """The command that starts the next daemon, without its descriptors."""
     tries: int
     """How many daemons in a row may die before they serve."""
     log: str

@@ -7,8 +7,8 @@ programs do not wait for the start of an interpreter.
 
 Its arguments, as JSON in the first one: ``device``, ``table`` (kept.py) and ``abort`` (fusectl; -1)
 are descriptors, ``pid`` the first daemon, ``number`` the mount's device, ``tries`` how many daemons
-in a row may die before they serve, ``command`` starts the next one, with the descriptors of the
-mount, the table and the pipe behind it, ``log`` is the log file ("": standard error).
+in a row may die before they serve, ``command`` starts the next one, with ``--descriptors`` and
+those of the mount, the table and the pipe behind it, ``log`` is the log file ("": standard error).
 """
 
 import errno
@@ -273,7 +273,7 @@ class Keeper:
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             for fd in descriptors:
                 os.set_inheritable(fd, True)
-            os.execv(command[0], [*command, ":".join(map(str, descriptors))])
+            os.execv(command[0], [*command, "--descriptors", *map(str, descriptors)])
         finally:
             os._exit(127)
 
