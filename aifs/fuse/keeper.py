@@ -145,8 +145,11 @@ class Keeper:
             failed = 0 if serves or self.is_tried else failed + 1
             self.judge(serves, has_ended=True)
             self.served = head(self.table, SERVED)
-            if self.served == 0 or failed >= self.tries:
-                self.say(f"the mount ends: daemons in a row that died before they served: {failed}")
+            if not self.served:
+                self.say("the mount ends with its daemon")
+                return
+            if failed >= self.tries:
+                self.say(f"the mount ends: {failed} daemons in a row died before they served")
                 return
             head(self.table, DEATH, status)
             if failed:

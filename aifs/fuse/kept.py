@@ -405,14 +405,7 @@ def order(pid: int, program: bytes) -> None:
     run something. Raises MountError, OSError."""
     if not program or len(program) >= ORDER_MAX:
         raise MountError(f"{os.fsdecode(program)}: the path is too long")
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        path = f"/proc/{pid}/fd/{name}"
-        with suppress(FileNotFoundError):
-            if os.readlink(path).startswith(f"/memfd:{_NAME} "):
-                break
-    else:
-        raise MountError(f"the daemon (pid {pid}) has nothing to go on with")
-    table = os.open(path, os.O_RDWR)
+    table = os.open(kept_file(pid), os.O_RDWR)
     try:
         at, word = HEAD_AT + _WORD * Head.ORDER, struct.Struct("=Q")
         (orders,) = word.unpack(os.pread(table, _WORD, at))
@@ -420,6 +413,16 @@ def order(pid: int, program: bytes) -> None:
         os.pwrite(table, word.pack(orders + 1), at)
     finally:
         os.close(table)
+
+
+def kept_file(pid: int) -> str:
+    """The path of the file of a daemon, or of a keeper. Raises MountError, OSError."""
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{name}"
+        with suppress(FileNotFoundError):
+            if os.readlink(path).startswith(f"/memfd:{_NAME} "):
+                return path
+    raise MountError(f"the process {pid} has nothing to go on with")
 
 
 def stand_by(table: int, turn: int) -> bool:

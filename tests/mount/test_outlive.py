@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from aifs.core import mountinfo
-from aifs.fuse.kept import HEAD_AT, Head
+from aifs.fuse.kept import HEAD_AT, Head, kept_file
 from aifs.store.owner import read_owner
 from tests.support.mounts import TIMEOUT_S, Mounted, aifs, call, mounted_store
 from tests.support.outcomes import PROGRAMS, exchange
@@ -554,7 +554,10 @@ def _storm(store: Mounted, scratch: Path, kills: int) -> None:
         for name in PROGRAMS
     }
     try:
-        for _ in range(kills):
+        for number in range(kills):
+            if number == kills // 2:
+                aifs("upgrade", store.path)
+                store.adopt()
             time.sleep(rng.uniform(0, 0.4))  # a moment that nothing else decides
             store.kill_only()
             if rng.random() < 0.2:
@@ -580,6 +583,47 @@ def _kill_next(store: Mounted) -> None:
         time.sleep(0.001)
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def _sizes(pid: int) -> tuple[int, int]:
+    """Descriptors of a process, and its own memory in KiB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
+    assert found
+    return len(os.listdir(f"/proc/{pid}/fd")), int(found[1])
+
+
+@pytest.mark.parametrize(
+    "restarts",
+    [pytest.param(5, marks=pytest.mark.sweep), pytest.param(100, marks=pytest.mark.long)],
+)
+def test_nothing_grows_with_restarts(restarts: int, kept: Mounted) -> None:
+    for name in map(str, range(20)):
+        (kept.path / name).write_bytes(b"a" * 5000)
+    virtual = kept.path / ".aifs-data" / "files.tar"
+    fds = [os.open(kept.path / str(name), os.O_RDWR) for name in range(20)]
+    fds.append(os.open(virtual, os.O_RDONLY))
+    (keeper,) = keepers(kept)
+    found = []
+    for _ in range(restarts):
+        standing_by(kept)
+        kill(kept)
+        for fd in fds:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            assert len(os.pread(fd, 5000, 0)) == 5000
+        standing_by(kept)
+        table = os.open(kept_file(kept.pid), os.O_RDONLY)
+        used = [
+            int.from_bytes(os.pread(table, 8, HEAD_AT + 8 * word), sys.byteorder)
+            for word in (Head.USED, Head.NOTES)
+        ]
+        os.close(table)
+        found.append((*_sizes(keeper), *_sizes(kept.pid), *used))
+    for fd in fds:
+        os.close(fd)
+    (first, *_), last = found[2:], found[-1]
+    assert last[0] == first[0] and last[2] <= first[2] + 2 and last[4:] == first[4:], found
+    assert last[1] < first[1] + 512 and last[3] < first[3] * 1.1, found
 
 
 @pytest.mark.parametrize(
