@@ -164,6 +164,7 @@ class KernelConfig(_Section):
     slow_request_s: Annotated[float, duration(0, 86400)] = Field(alias="slow_request")
     bridge: Annotated[str, choice("auto", "off", "require")]
     restarts: Annotated[int, integer(0, 1000)]
+    replace_stuck_s: Annotated[float, duration(0, 86400)] = Field(alias="replace_stuck")
 
 
 class MetricsConfig(_Section):

@@ -42,6 +42,8 @@ class KeeperOrders:
     """The command that starts the next daemon, without its descriptors."""
     tries: int
     """How many daemons in a row may die before they serve."""
+    stuck_s: float
+    """After how long a daemon is replaced that does nothing while requests wait; 0: never."""
     log: str
     """The log file; "": standard error."""
 
@@ -95,6 +97,7 @@ def _start_keeper(keeping: KeeperOrders, abort: int, device: int) -> None:
         "pid": os.getpid(),
         "number": f"{os.major(device)}:{os.minor(device)}",
         "tries": keeping.tries,
+        "stuck_s": keeping.stuck_s,
         "command": list(keeping.again),
         "log": keeping.log,
     }

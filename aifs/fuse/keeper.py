@@ -7,7 +7,8 @@ programs do not wait for the start of an interpreter.
 
 Its arguments, as JSON in the first one: ``device``, ``table`` (kept.py) and ``abort`` (fusectl; -1)
 are descriptors, ``pid`` the first daemon, ``number`` the mount's device, ``tries`` how many daemons
-in a row may die before they serve, ``command`` starts the next one, with ``--descriptors`` and
+in a row may die before they serve, ``stuck_s`` after how long a daemon is replaced that does
+nothing while requests wait (0: never), ``command`` starts the next one, with ``--descriptors`` and
 those of the mount, the table and the pipe behind it, ``log`` is the log file ("": standard error).
 """
 
@@ -36,13 +37,17 @@ FIRST_S, PATIENCE_S = 5.0, 60.0
 the mount, and not while the mount's own is busy, but then at the latest. One that has died while it
 stood by is followed by another after the same time."""
 
+SILENT_S = 60.0
+"""After how long a daemon that does not show that it is alive is said, if requests wait."""
+
 FIRST_PAUSE_S, PAUSE_MAX_S = 0.02, 5.0
 
 SCARCE = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 """The machine, or its user, has no more processes, memory or descriptors now."""
 
 HEAD_AT = 4096 + 16384 * 48  # kept.py
-SERVED, ENDED, RESTARTS, DEATH, ORDER, READY, FINISHED = 1, 2, 3, 4, 7, 8, 9
+SERVED, ENDED, RESTARTS, DEATH, ORDER, READY, FINISHED, ALIVE = 1, 2, 3, 4, 7, 8, 9, 11
+STUCK = 1 << 16  # of DEATH
 ORDER_AT, ORDER_MAX, REFUSED = HEAD_AT + 512, 1024, 1 << 32
 
 
@@ -98,6 +103,7 @@ class Keeper:
         pid: int,
         number: str,
         tries: int,
+        stuck_s: float,
         command: list[str],
         log: str,
     ) -> None:
@@ -106,6 +112,7 @@ class Keeper:
         self.table = table
         self.abort = abort
         self.tries = tries
+        self.stuck_s = stuck_s
         self.command = command
         self.log = log
         self.number = number.encode()
@@ -126,6 +133,10 @@ class Keeper:
         """From when on the next one is to be started."""
         self.seen = time.monotonic(), 0.0
         """When it looked last, and what time of a processor the daemon had used."""
+        self.is_silent = False
+        """Whether it has been said that the daemon does nothing."""
+        self.death = 0
+        """What is known of the death of the daemon besides."""
         self.order = 0
         """The newest order to go on with another version."""
         self.trial: list[str] = []
@@ -151,7 +162,8 @@ class Keeper:
             if failed >= self.tries:
                 self.say(f"the mount ends: {failed} daemons in a row died before they served")
                 return
-            head(self.table, DEATH, status)
+            head(self.table, DEATH, status | self.death)
+            self.is_silent, self.death = False, 0
             if failed:
                 time.sleep(min(FIRST_PAUSE_S * 2**failed, PAUSE_MAX_S))
             head(self.table, RESTARTS, head(self.table, RESTARTS) + 1)
@@ -194,6 +206,8 @@ class Keeper:
         is_busy = self.is_busy(used_s) and not self.is_child
         serves = self.serves()
         self.judge(serves, has_ended=False)
+        if serves:
+            self.watch()
         if self.is_tried or not serves:
             pass
         elif self.trial:
@@ -213,6 +227,33 @@ class Keeper:
         (then_s, before_s), now_s = self.seen, time.monotonic()
         self.seen = now_s, used_s
         return used_s - before_s > (now_s - then_s) / 2
+
+    # --- a daemon that does nothing ---
+
+    def watch(self) -> None:
+        """Say so once, and replace it if that is wanted."""
+        silent_s = time.monotonic() - head(self.table, ALIVE)
+        if silent_s < min(SILENT_S, self.stuck_s or SILENT_S) or not (waiting := self.requests()):
+            self.is_silent = False
+            return
+        told = f"the daemon (pid {self.pid}) has done nothing for {silent_s:.0f} s"
+        if not self.is_silent:
+            self.is_silent = True
+            self.say(f"{told}, and requests wait: {waiting}; the stacks of its threads follow")
+            self.kill(signal.SIGUSR2)
+        elif 0 < self.stuck_s < silent_s:
+            self.say(f"{told}, and is killed; another one goes on (kernel.replace_stuck)")
+            self.death = STUCK
+            self.kill()
+
+    def requests(self) -> int:
+        """How many wait for an answer; 0 where the system does not tell."""
+        number = self.number.decode().partition(":")[2]
+        try:
+            with patiently(open, f"/sys/fs/fuse/connections/{number}/waiting", "rb") as file:
+                return int(file.read())
+        except OSError:
+            return 0
 
     # --- another version ---
 
@@ -238,10 +279,10 @@ class Keeper:
     def is_late(self) -> bool:
         return time.monotonic() - self.since_s > TRIAL_S
 
-    def kill(self) -> None:
-        """The daemon that runs."""
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send the daemon that runs a signal."""
         try:
-            signal.pidfd_send_signal(self.daemon, signal.SIGKILL)
+            signal.pidfd_send_signal(self.daemon, number)
         except ProcessLookupError:
             pass  # it has just ended
 

@@ -61,6 +61,9 @@ RESENT = 1 << 63
 _BACKING = 1 << 62
 """Of the first word of a slot that is a backing id's. No handle has it."""
 
+STUCK = 1 << 16
+"""Of DEATH: the keeper has killed a daemon that did nothing."""
+
 ORDER_AT, ORDER_MAX, REFUSED = HEAD_AT + 512, 1024, 1 << 32
 
 _NEVER = (1 << 64) - 1
@@ -96,6 +99,8 @@ class Head(IntEnum):
     """The newest order that has been carried out, or with REFUSED has failed."""
     NOTES = 10
     """Notes that have ever been in use."""
+    ALIVE = 11
+    """When the daemon was at work last, in seconds of the monotonic clock."""
 
 
 class KeptMount(KeptState):
@@ -379,7 +384,12 @@ class KeptMount(KeptState):
 
     def serves(self) -> None:
         """From now on another daemon can go on with the mount."""
+        self.show_alive()
         self._put_head(Head.SERVED, self.head(Head.SERVED) + 1)
+
+    def show_alive(self) -> None:
+        """This daemon is at work: say it each second."""
+        self._put_head(Head.ALIVE, int(time.monotonic()))
 
     def end(self) -> None:
         """The mount ends in order."""
@@ -444,7 +454,9 @@ def _require_format(found: int) -> None:
 
 
 def describe_death(status: int) -> str:
-    """A status of waitpid(2) in words."""
+    """What the keeper says of a death: a status of waitpid(2), and whether it has killed it."""
+    if status & STUCK:
+        return "it did nothing"
     if os.WIFSIGNALED(status):
         return f"signal {os.WTERMSIG(status)}"
     return f"exit {os.WEXITSTATUS(status)}"

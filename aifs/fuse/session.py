@@ -6,6 +6,7 @@ is closed when the kernel can send no more.
 """
 
 import errno
+import faulthandler
 import gc
 import logging
 import os
@@ -108,7 +109,8 @@ def _keeping(
             return None
         kept = KeptMount()
     log_file = "" if "--foreground" in again else config.log.file
-    return KeeperOrders(kept, again, config.kernel.restarts, log_file)
+    kernel = config.kernel
+    return KeeperOrders(kept, again, kernel.restarts, kernel.replace_stuck_s, log_file)
 
 
 async def _serve(
@@ -327,16 +329,22 @@ async def _announce(
         )
     kernel.announce(bridge, missing)
     if keeping is not None:
-        _keep(keeping.kept, bridge)
+        _keep(keeping, bridge)
         await fs.names.forget_unknown()
     log.info("serving %s", fs.options.mountpoint)
     on_ready()
+    while keeping is not None:
+        keeping.kept.show_alive()
+        await trio.sleep(1)
 
 
-def _keep(kept: KeptMount, bridge: Bridge) -> None:
+def _keep(keeping: KeeperOrders, bridge: Bridge) -> None:
     """From the first answer on it outlives this process, if it can."""
     if bridge.can_be_kept:
-        kept.serves()
+        # The keeper asks for the stacks of a daemon that does nothing.
+        where = open(keeping.log, "a") if keeping.log else sys.stderr  # noqa: SIM115 (for ever)
+        faulthandler.register(signal.SIGUSR2, where)
+        keeping.kept.serves()
     else:
         log.info("the mount ends with this process: a kernel before 6.9 repeats no requests")
 

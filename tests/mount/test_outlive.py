@@ -437,6 +437,18 @@ def test_the_keeper_waits_until_it_can_start_one(kept: Mounted) -> None:
     assert (kept.path / "file").read_bytes() == b"written"
 
 
+def test_a_stuck_daemon_is_replaced(scratch: Path) -> None:
+    with mounted_store(scratch, (KEPT, "kernel.replace_stuck=2s")) as store:
+        store.expected += [r"keeper: the daemon .* has done nothing for"]
+        file = os.open(store.path / "file", os.O_CREAT | os.O_RDWR)
+        os.kill(store.pid, signal.SIGSTOP)
+        (store.path / "other").write_bytes(b"other")
+        store.follow()
+        told = json.loads(os.getxattr(store.path, "user.aifs.status"))["keeper"]
+        assert told["restarts"] == 1 and told["last_death"] == "it did nothing"
+        os.close(file)
+
+
 def program(path: Path, script: str) -> Path:
     """An interpreter that can be asked whether it could go on, and then runs ``script``."""
     path.write_text(f"""#!/bin/sh

@@ -5,7 +5,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,9 @@ from aifs.fuse.kept import Head, KeptMount
 
 
 def test_both_sides_have_one_file() -> None:
-    for name in ("HEAD_AT", "ORDER_AT", "ORDER_MAX", "REFUSED"):
+    for name in ("HEAD_AT", "ORDER_AT", "ORDER_MAX", "REFUSED", "STUCK"):
         assert getattr(keeper, name) == getattr(kept, name)
-    for word in ("SERVED", "ENDED", "RESTARTS", "DEATH", "ORDER", "READY", "FINISHED"):
+    for word in ("SERVED", "ENDED", "RESTARTS", "DEATH", "ORDER", "READY", "FINISHED", "ALIVE"):
         assert getattr(keeper, word) == Head[word]
 
 
@@ -76,7 +75,7 @@ def kept_mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptMount]:
     os.close(found.table)
 
 
-def of(mount: KeptMount, command: list[str], pid: int = 0, log: Path | None = None) -> Keeper:
+def of(mount: KeptMount, command: list[str], pid: int = 0, stuck_s: float = 0) -> Keeper:
     told = json.dumps(
         {
             "device": 0,
@@ -85,8 +84,9 @@ def of(mount: KeptMount, command: list[str], pid: int = 0, log: Path | None = No
             "pid": pid,
             "number": "0:0",
             "tries": 2,
+            "stuck_s": stuck_s,
             "command": command,
-            "log": str(log or ""),
+            "log": "",
         }
     )
     return Keeper(**json.loads(told))
@@ -164,3 +164,34 @@ def test_it_does_not_wait_for_ever(kept_mount: KeptMount, monkeypatch: pytest.Mo
         now_s += 1
         one.look(now_s)
     assert started == [100 + keeper.FIRST_S + keeper.PATIENCE_S + 1]
+
+
+@pytest.mark.parametrize(
+    ("stuck_s", "waiting", "signals"),
+    [(0, 0, []), (0, 3, [12]), (100, 0, []), (100, 3, [12, 9]), (2, 3, [12, 9])],
+)
+def test_a_daemon_that_does_nothing(
+    stuck_s: float,
+    waiting: int,
+    signals: list[int],
+    kept_mount: KeptMount,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, sent = 100.0, list[tuple[int, int]]()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    one = of(kept_mount, ["/bin/true"], stuck_s=stuck_s)
+    monkeypatch.setattr(one, "kill", lambda number=9: sent.append((now_s, number)))
+    monkeypatch.setattr(one, "requests", lambda: waiting)
+    monkeypatch.setattr(one, "stand_by", lambda: None)
+    kept_mount.serves()
+    for _ in range(50):
+        now_s += 1
+        kept_mount.show_alive()
+        one.look(0)
+    assert not sent
+    while now_s < 1000 and [number for _, number in sent][-1:] != [9]:
+        now_s += 1
+        one.look(0)
+    assert [number for _, number in sent] == signals
+    if signals[1:]:
+        assert sent[1][0] == 150 + stuck_s + 1
