@@ -1,6 +1,7 @@
 """The log: its place, form, and the stacks for SIGUSR1. Lines name their level, for tests.
 Configuration files are never logged whole."""
 
+import faulthandler
 import gc
 import logging
 import logging.handlers
@@ -51,6 +52,15 @@ def setup(file: str | None, level: str) -> None:
     threading.excepthook = lambda args: _log_uncaught(
         args.exc_type, args.exc_value, args.exc_traceback
     )
+
+
+def dump_threads_at(number: int) -> None:
+    """Have a signal write the stacks of all threads to the log, also if none of them runs
+    Python."""
+    (handler,) = logging.getLogger().handlers
+    assert isinstance(handler, logging.StreamHandler)
+    # Of its own: a descriptor of the log becomes another file's when the log is rotated.
+    faulthandler.register(number, os.dup(handler.stream.fileno()))
 
 
 class _PrivateFile(logging.handlers.RotatingFileHandler):

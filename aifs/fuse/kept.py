@@ -50,10 +50,10 @@ HEAD_AT = _LENT_AT + _LENT_COUNT * _LENT.size
 _DONE_AT, _DONE_COUNT = HEAD_AT + _PAGE, 16384
 _SLOTS_AT = _DONE_AT + _DONE_COUNT * _SLOT * _WORD
 _SLOTS_MAX = 1 << 22
-_NOTES_AT = _SLOTS_AT + _SLOTS_MAX * _SLOT * _WORD
-_NOTE_BYTES, _NOTES_MAX = 512, 1 << 16
+NOTES_AT = _SLOTS_AT + _SLOTS_MAX * _SLOT * _WORD
+NOTE_BYTES, _NOTES_MAX = 512, 1 << 16
 _NOTE = struct.Struct("=QHH")
-_BYTES = _NOTES_AT + _NOTES_MAX * _NOTE_BYTES
+_BYTES = NOTES_AT + _NOTES_MAX * NOTE_BYTES
 
 RESENT = 1 << 63
 """Of the number of a request that was sent to an earlier daemon, too."""
@@ -134,6 +134,7 @@ class KeptMount(KeptState):
         self._backings: dict[int, tuple[int, int]] = {}
         """The same of backing ids."""
         self._notes: dict[bytes, bytes] = {}
+        """By key."""
         self._note_places: dict[bytes, int] = {}
         """By key, where the note is."""
         self._free_notes: list[int] = []
@@ -252,10 +253,10 @@ class KeptMount(KeptState):
     def note(self, key: bytes, value: bytes) -> None:
         old = self._note_places.pop(key, None)
         self._notes.pop(key, None)
-        if value and _NOTE.size + len(key) + len(value) <= _NOTE_BYTES:
+        if value and _NOTE.size + len(key) + len(value) <= NOTE_BYTES:
             self._put_note(key, value)
         if old is not None:
-            self._words[(_NOTES_AT + old * _NOTE_BYTES) // _WORD] = 0
+            self._words[(NOTES_AT + old * NOTE_BYTES) // _WORD] = 0
             self._free_notes.append(old)
 
     def _put_note(self, key: bytes, value: bytes) -> None:
@@ -266,7 +267,7 @@ class KeptMount(KeptState):
             if place == _NOTES_MAX:
                 return
             self._put_head(Head.NOTES, place + 1)
-        at = _NOTES_AT + place * _NOTE_BYTES
+        at = NOTES_AT + place * NOTE_BYTES
         note = _NOTE.pack(0, len(key), len(value)) + key + value
         self._map[at : at + len(note)] = note
         self._note_number += 1
@@ -276,7 +277,7 @@ class KeptMount(KeptState):
     def _load_notes(self) -> None:
         found = []
         for place in range(self.head(Head.NOTES)):
-            at = _NOTES_AT + place * _NOTE_BYTES
+            at = NOTES_AT + place * NOTE_BYTES
             number, length, more = _NOTE.unpack_from(self._map, at)
             if number:
                 text = self._map[at + _NOTE.size : at + _NOTE.size + length + more]

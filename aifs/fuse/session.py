@@ -6,7 +6,6 @@ is closed when the kernel can send no more.
 """
 
 import errno
-import faulthandler
 import gc
 import logging
 import os
@@ -24,7 +23,7 @@ import trio
 from aifs.core import files, loop_share, mountinfo
 from aifs.core.config import Config, KernelConfig
 from aifs.core.errors import AccessDenied, MountError
-from aifs.core.log import dump_stacks
+from aifs.core.log import dump_stacks, dump_threads_at
 from aifs.core.tasks import first_error
 from aifs.data.marker import NAME as MARKER_NAME
 from aifs.files.rights import sees_all
@@ -341,9 +340,7 @@ async def _announce(
 def _keep(keeping: KeeperOrders, bridge: Bridge) -> None:
     """From the first answer on it outlives this process, if it can."""
     if bridge.can_be_kept:
-        # The keeper asks for the stacks of a daemon that does nothing.
-        where = open(keeping.log, "a") if keeping.log else sys.stderr  # noqa: SIM115 (for ever)
-        faulthandler.register(signal.SIGUSR2, where)
+        dump_threads_at(signal.SIGUSR2)
         keeping.kept.serves()
     else:
         log.info("the mount ends with this process: a kernel before 6.9 repeats no requests")

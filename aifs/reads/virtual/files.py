@@ -153,6 +153,7 @@ class VirtualFiles:
         self._lost = set[int]()
         """Those of them, by number, that are ESTALE."""
         self._taking_up = trio.Lock()
+        """Held by the task that makes one of them again."""
         self._making: dict[tuple[int, bytes], trio.Lock] = {}
         """By directory and name, held by the task that looks at the sources."""
         self._last = time.time_ns() // 1000
