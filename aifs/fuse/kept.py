@@ -229,13 +229,13 @@ class KeptMount(KeptState):
     def commits(self, seq: int) -> None:
         if not (unique := current_unique()):
             return
-        at = self._done_at(unique)
+        at, number = self._done_at(unique), unique & ~RESENT
         if not seq:
             self._words[at] = 0
-        elif self._words[at] == unique & ~RESENT:
+        elif self._words[at] == number:  # it stays what it is about
             self._words[at + 1] = seq
         else:
-            self._put_done(unique, seq, 0, 0)
+            self._fill(at, number, seq, 0, 0)
 
     def about(self, ino: int) -> None:
         if unique := current_unique():
