@@ -50,6 +50,8 @@ HEAD_AT = _LENT_AT + _LENT_COUNT * _LENT.size
 _DONE_AT, _DONE_COUNT = HEAD_AT + _PAGE, 16384
 _SLOTS_AT = _DONE_AT + _DONE_COUNT * _SLOT * _WORD
 _SLOTS_MAX = 1 << 22
+_DONE, _SLOTS = _DONE_AT // _WORD, _SLOTS_AT // _WORD
+"""Where they begin, in words."""
 NOTES_AT = _SLOTS_AT + _SLOTS_MAX * _SLOT * _WORD
 NOTE_BYTES, _NOTES_MAX = 512, 1 << 16
 _NOTE = struct.Struct("=QHH")
@@ -126,7 +128,7 @@ class KeptMount(KeptState):
         self._words = memoryview(self._map).cast("Q")
         """The same as words."""
         self._slots: dict[int, int] = {}
-        """By first word, where the slot is."""
+        """By first word, where the slot is, in words."""
         self._free: list[int] = []
         """Slots that were in use."""
         self._handles: list[KeptHandle] = []
@@ -172,17 +174,18 @@ class KeptMount(KeptState):
     # --- slots ---
 
     def _put(self, key: int, one: int, two: int, three: int) -> None:
-        place = self._slots.get(key)
-        if place is None:
+        at = self._slots.get(key)
+        if at is None:
             if self._free:
-                place = self._free.pop()
+                at = self._free.pop()
             else:
-                place = self.head(Head.USED)
-                if place == _SLOTS_MAX:
+                used = self.head(Head.USED)
+                if used == _SLOTS_MAX:
                     return  # a program that has it open gets EBADF after a restart
-                self._put_head(Head.USED, place + 1)
-            self._slots[key] = place
-        self._fill(_SLOTS_AT // _WORD + place * _SLOT, key, one, two, three)
+                self._put_head(Head.USED, used + 1)
+                at = _SLOTS + used * _SLOT
+            self._slots[key] = at
+        self._fill(at, key, one, two, three)
 
     def _fill(self, at: int, key: int, one: int, two: int, three: int) -> None:
         words = self._words
@@ -191,17 +194,20 @@ class KeptMount(KeptState):
         words[at] = key
 
     def _erase(self, key: int) -> None:
-        place = self._slots.pop(key, None)
-        if place is not None:
-            self._words[_SLOTS_AT // _WORD + place * _SLOT] = 0
-            self._free.append(place)
+        at = self._slots.pop(key, None)
+        if at is not None:
+            self._words[at] = 0
+            self._free.append(at)
 
     # --- what happens ---
 
     def add(self, handle: KeptHandle) -> None:
-        unique = current_unique()
-        if unique:  # first: without the handle nothing has been done
-            self._put_done(unique, self._done_seq(unique), handle.handle, handle.opens)
+        if unique := current_unique():  # first: without the handle nothing has been done
+            at, number, words = self._done_at(unique), unique & ~RESENT, self._words
+            if words[at] == number:  # it is a CREATE: its transaction counts, too
+                words[at + 2], words[at + 3] = handle.handle, handle.opens
+            else:
+                self._fill(at, number, 0, handle.handle, handle.opens)
         self.know(handle)
 
     def know(self, handle: KeptHandle) -> None:
@@ -209,12 +215,10 @@ class KeptMount(KeptState):
         self._put(handle.handle, handle.ino, flags, handle.backing | _DIRECT * handle.direct)
 
     def set_opens(self, handle: int, opens: int) -> None:
-        place = self._slots.get(handle)
         if not opens:
             self._erase(handle)
-        elif place is not None:
-            at = _SLOTS_AT // _WORD + place * _SLOT + 2
-            self._words[at] = self._words[at] & 0xFFFFFFFF | opens << 32
+        elif (at := self._slots.get(handle)) is not None:
+            self._words[at + 2] = self._words[at + 2] & 0xFFFFFFFF | opens << 32
 
     def attach(self, backing: int, place: tuple[int, int]) -> None:
         self._put(_BACKING | backing, *place, 0)
@@ -223,8 +227,10 @@ class KeptMount(KeptState):
         self._erase(_BACKING | backing)
 
     def closing(self, handle: int, opens: int) -> None:
-        if unique := current_unique():
-            self._put_done(unique, 0, handle, opens)
+        # Nobody has closed the last open file of a handle of ours but by this request: it is done
+        # if the table has no such handle.
+        if (opens or handle >= LENT) and (unique := current_unique()):
+            self._fill(self._done_at(unique), unique & ~RESENT, 0, handle, opens)
 
     def commits(self, seq: int) -> None:
         if not (unique := current_unique()):
@@ -239,7 +245,7 @@ class KeptMount(KeptState):
 
     def about(self, ino: int) -> None:
         if unique := current_unique():
-            self._put_done(unique, _NEVER, ino, 0)
+            self._fill(self._done_at(unique), unique & ~RESENT, _NEVER, ino, 0)
 
     def repeated(self) -> Done | None:
         return self.done(current_unique())
@@ -293,19 +299,7 @@ class KeptMount(KeptState):
     # --- requests that have been done ---
 
     def _done_at(self, unique: int) -> int:
-        return _DONE_AT // _WORD + (unique >> 1) % _DONE_COUNT * _SLOT
-
-    def _put_done(self, unique: int, seq: int, handle: int, opens: int) -> None:
-        unique &= ~RESENT
-        at, words = self._done_at(unique), self._words
-        if words[at] == unique:  # it stays done
-            words[at + 1], words[at + 2], words[at + 3] = seq, handle, opens
-        else:
-            self._fill(at, unique, seq, handle, opens)
-
-    def _done_seq(self, unique: int) -> int:
-        at = self._done_at(unique)
-        return self._words[at + 1] if self._words[at] == unique & ~RESENT else 0
+        return _DONE + (unique >> 1) % _DONE_COUNT * _SLOT
 
     def done(self, unique: int) -> Done | None:
         """What has been done of a request that the kernel has sent again; None: nothing."""
@@ -321,7 +315,7 @@ class KeptMount(KeptState):
 
     def settle(self, seq: int) -> None:
         words = self._words
-        for at in range(_DONE_AT // _WORD, _SLOTS_AT // _WORD, _SLOT):
+        for at in range(_DONE, _SLOTS, _SLOT):
             if words[at] and words[at + 1] > seq:
                 words[at] = 0
 
@@ -329,12 +323,12 @@ class KeptMount(KeptState):
 
     def _load(self) -> None:
         words = self._words
-        for place in range(self.head(Head.USED)):
-            key, one, two, three = words[(at := _SLOTS_AT // _WORD + place * _SLOT) : at + _SLOT]
+        for at in range(_SLOTS, _SLOTS + self.head(Head.USED) * _SLOT, _SLOT):
+            key, one, two, three = words[at : at + _SLOT]
             if not key:
-                self._free.append(place)
+                self._free.append(at)
                 continue
-            self._slots[key] = place
+            self._slots[key] = at
             if key & _BACKING and not key & LENT:
                 self._backings[key & ~_BACKING] = one, two
             else:
