@@ -248,7 +248,8 @@ class KeptMount(KeptState):
             self._fill(self._done_at(unique), unique & ~RESENT, _NEVER, ino, 0)
 
     def repeated(self) -> Done | None:
-        return self.done(current_unique())
+        unique = current_unique()
+        return self.done(unique) if self._words[self._done_at(unique) + 1] else None
 
     # --- notes ---
 
