@@ -22,14 +22,23 @@ def open_abort(device: int) -> int:
     ``device``: stat's number of the mount's files. It means this connection alone, even if another
     mount gets the number. Raises OSError: not there, or neither root nor its owner.
     """
-    path = f"{os.minor(device)}/abort"
+    return _open(f"{os.minor(device)}/abort", os.O_WRONLY)
+
+
+def open_waiting(device: int) -> int:
+    """A descriptor by which pread(2) tells how many requests wait for an answer, as text. As
+    ``open_abort``."""
+    return _open(f"{os.minor(device)}/waiting", os.O_RDONLY)
+
+
+def _open(path: str, flags: int) -> int:
     try:
-        return os.open(f"{_FUSECTL}/{path}", os.O_WRONLY | os.O_CLOEXEC)
+        return os.open(f"{_FUSECTL}/{path}", flags | os.O_CLOEXEC)
     except FileNotFoundError:
         pass  # fusectl need not be mounted
     root = _mount_unseen()
     try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=root)
+        return os.open(path, flags | os.O_CLOEXEC, dir_fd=root)
     finally:
         os.close(root)
 

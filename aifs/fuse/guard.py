@@ -90,10 +90,12 @@ class Guard:
 def _start_keeper(keeping: KeeperOrders, abort: int, device: int) -> None:
     """It ends with the mount."""
     kept = keeping.kept
+    asked = connections.open_waiting(device)
     told = {
         "device": kept.device,
         "table": kept.table,
         "abort": abort,
+        "asked": asked,
         "pid": os.getpid(),
         "number": f"{os.major(device)}:{os.minor(device)}",
         "tries": keeping.tries,
@@ -102,7 +104,8 @@ def _start_keeper(keeping: KeeperOrders, abort: int, device: int) -> None:
         "log": keeping.log,
     }
     program = [str(Path(__file__).with_name("keeper.py")), json.dumps(told)]
-    _start(program, [kept.device, kept.table, abort], None)
+    _start(program, [kept.device, kept.table, abort, asked], None)
+    os.close(asked)
 
 
 def _start(program: list[str], fds: list[int], errors: int | None) -> subprocess.Popen:

@@ -5,11 +5,12 @@ alone; it does no I/O of the mount's.
 While a daemon serves, the next one stands by: it has started, and waits for its turn at a pipe. So
 programs do not wait for the start of an interpreter.
 
-Its arguments, as JSON in the first one: ``device``, ``table`` (kept.py) and ``abort`` (fusectl; -1)
-are descriptors, ``pid`` the first daemon, ``number`` the mount's device, ``tries`` how many daemons
-in a row may die before they serve, ``stuck_s`` after how long a daemon is replaced that does
-nothing while requests wait (0: never), ``command`` starts the next one, with ``--descriptors`` and
-those of the mount, the table and the pipe behind it, ``log`` is the log file ("": standard error).
+Its arguments, as JSON in the first one: ``device``, ``table`` (kept.py), ``abort`` and ``asked``
+(fusectl: to end the connection, and how many requests wait) are descriptors, ``pid`` the first
+daemon, ``number`` the mount's device, ``tries`` how many daemons in a row may die before they
+serve, ``stuck_s`` after how long a daemon is replaced that does nothing while requests wait (0:
+never), ``command`` starts the next one, with ``--descriptors`` and those of the mount, the table
+and the pipe behind it, ``log`` is the log file ("": standard error).
 """
 
 import errno
@@ -100,6 +101,7 @@ class Keeper:
         device: int,
         table: int,
         abort: int,
+        asked: int,
         pid: int,
         number: str,
         tries: int,
@@ -111,6 +113,7 @@ class Keeper:
         self.device = device
         self.table = table
         self.abort = abort
+        self.asked = asked
         self.tries = tries
         self.stuck_s = stuck_s
         self.command = command
@@ -247,13 +250,8 @@ class Keeper:
             self.kill()
 
     def requests(self) -> int:
-        """How many wait for an answer; 0 where the system does not tell."""
-        number = self.number.decode().partition(":")[2]
-        try:
-            with patiently(open, f"/sys/fs/fuse/connections/{number}/waiting", "rb") as file:
-                return int(file.read())
-        except OSError:
-            return 0
+        """How many wait for an answer."""
+        return int(os.pread(self.asked, 32, 0))
 
     # --- another version ---
 
@@ -372,11 +370,10 @@ def main() -> None:
     except Exception as error:
         keeper.say(f"the mount ends with its daemon: {error!r}")
         raise
-    if keeper.abort >= 0:
-        try:
-            os.write(keeper.abort, b"1")
-        except OSError:
-            pass
+    try:
+        os.write(keeper.abort, b"1")
+    except OSError:
+        pass
 
 
 if __name__ == "__main__":

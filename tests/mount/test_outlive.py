@@ -159,7 +159,7 @@ def test_virtual_files_stay_open(kept: Mounted) -> None:
         kill(kept)
         os.posix_fadvise(same, 0, 0, os.POSIX_FADV_DONTNEED)
         os.lseek(same, 5000, os.SEEK_SET)
-    assert os.stat(paths[0]).st_ino == os.fstat(same).st_ino
+    assert os.fstat(same).st_ino == os.stat(paths[0]).st_ino
     assert paths[0].read_bytes() == before[0] and b"other" in paths[1].read_bytes()
     os.close(same)
     os.close(changed)
@@ -424,16 +424,14 @@ def test_the_keeper_waits_until_it_can_start_one(kept: Mounted) -> None:
     (keeper,) = keepers(kept)
     soft, hard = resource.prlimit(keeper, resource.RLIMIT_NOFILE)
     resource.prlimit(keeper, resource.RLIMIT_NOFILE, (0, hard))
-    file = os.open(kept.path / "file", os.O_CREAT | os.O_RDWR)
     kept.kill_only()
     with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(os.write, file, b"written")
+        asking = pool.submit((kept.path / "file").write_bytes, b"written")
         with pytest.raises(TimeoutError):
             asking.result(0.5)  # so long it has tried
         resource.prlimit(keeper, resource.RLIMIT_NOFILE, (soft, hard))
         assert asking.result(TIMEOUT_S) == 7
     kept.adopt()
-    os.close(file)
     assert (kept.path / "file").read_bytes() == b"written"
 
 

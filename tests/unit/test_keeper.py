@@ -82,6 +82,7 @@ def of(mount: KeptMount, command: list[str], pid: int = 0, stuck_s: float = 0) -
             "device": 0,
             "table": mount.table,
             "abort": -1,
+            "asked": -1,
             "pid": pid,
             "number": "0:0",
             "tries": 2,

@@ -11,6 +11,7 @@ import stat
 import struct
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -201,6 +202,10 @@ class VirtualFiles:
         """What a name leads to now."""
         top = directory.ino
         key = (top, name)
+        for left in [*self._left.values()]:
+            if (directory_of(left.parent), left.name) == key:
+                with suppress(Stale):
+                    await self._take_up(left.ino)
         lock = self._making.setdefault(key, trio.Lock())
         try:
             async with lock:
