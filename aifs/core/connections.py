@@ -26,8 +26,8 @@ def open_abort(device: int) -> int:
 
 
 def open_waiting(device: int) -> int:
-    """A descriptor by which pread(2) tells how many requests wait for an answer, as text. As
-    ``open_abort``."""
+    """A descriptor that tells how many requests wait for an answer, as text: to be opened anew for
+    each reading. As ``open_abort``."""
     return _open(f"{os.minor(device)}/waiting", os.O_RDONLY)
 
 

@@ -423,7 +423,7 @@ def test_one_stands_by_that_goes_on(kept: Mounted) -> None:
 def test_the_keeper_waits_until_it_can_start_one(kept: Mounted) -> None:
     (keeper,) = keepers(kept)
     soft, hard = resource.prlimit(keeper, resource.RLIMIT_NOFILE)
-    resource.prlimit(keeper, resource.RLIMIT_NOFILE, (0, hard))
+    resource.prlimit(keeper, resource.RLIMIT_NOFILE, (3, hard))
     kept.kill_only()
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit((kept.path / "file").write_bytes, b"written")
