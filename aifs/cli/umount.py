@@ -164,8 +164,7 @@ def wait_for_daemon(
         if now_s >= until_s:
             raise TimeoutReached(
                 f"{mountpoint}: the daemon (pid {pid}) has not closed the store in time: {why}. It "
-                f"goes on; {SAFE}. To end it now: aifs umount --force; the next mount recovers the "
-                "store"
+                f"goes on; {SAFE}. To end it now: kill -9 {pid}; the next mount recovers the store"
             )
         if now_s >= notice_s and why != said:
             said = why
