@@ -793,10 +793,10 @@ class DaemonPod:
 
 @pytest.mark.sweep
 def test_the_pod_of_the_daemon(scratch: Path) -> None:
-    """It ends when the daemon dies. The next one mounts in place of the dead mount, and unmounts
+    """It ends when the mount does. The next one mounts in place of the dead mount, and unmounts
     when it is told to end."""
     aifs("format", scratch / "store")
-    first = DaemonPod(scratch, "noatime")
+    first = DaemonPod(scratch, "kernel.restarts=0")
     os.kill(first.daemon(), signal.SIGKILL)
     first.process.wait(TIMEOUT_S)
     second = DaemonPod(scratch, "")
@@ -807,9 +807,9 @@ def test_the_pod_of_the_daemon(scratch: Path) -> None:
 
 @pytest.mark.sweep
 def test_the_pod_of_a_daemon_that_is_followed_by_another(scratch: Path) -> None:
-    """With kernel.restarts the mount goes on, and so does a pod's volume."""
+    """The mount goes on, and so does a pod's volume."""
     aifs("format", scratch / "store")
-    pod = DaemonPod(scratch, "kernel.restarts=3")
+    pod = DaemonPod(scratch, "noatime")
     place = Volumes(str(pod.mountpoint / "volumes"))
     call(ControllerService(place), "create_volume", name="a", volume_capabilities=ANY)
     node, target = NodeService(place, "node-1"), str(scratch / "volume")
