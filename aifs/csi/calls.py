@@ -13,7 +13,6 @@ import grpc
 from google.protobuf import message_factory
 from grpc import StatusCode
 
-from aifs.core.errors import AifsError
 from aifs.csi import csi_pb2
 
 _logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ _CODES = {
 """Of errors of the mount; others are INTERNAL."""
 
 
-class CallRefused(AifsError):
+class CallRefused(Exception):
     """A call is answered with this code, and with the reason."""
 
     def __init__(self, code: StatusCode, reason: str) -> None:

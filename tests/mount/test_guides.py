@@ -45,6 +45,7 @@ WITHOUT_BLOCKS = {
     "docs/operate/servers.md",
     "docs/operate/troubleshoot.md",
     "docs/operate/update.md",
+    "docs/operate/versions.md",
 }
 
 INSTEAD = {

@@ -34,11 +34,15 @@ CALLER = (1, 2, 3)
 KERNEL = SimpleNamespace(entry_timeout_s=86400.0, attr_timeout_s=1.5)
 
 
+NOT_KEPT = SimpleNamespace(kept=None)
+
+
 class FakeFilesystem:
     """Answers each method with ``answer``, raises it, or waits (``answer`` None)."""
 
     def __init__(self, answer: Any = None) -> None:
         self.answer = answer
+        self.kernel = NOT_KEPT
         self.refusals = Refusals()
         self.operation_log = OperationLog(lambda _: None)
         self.served = AllServed()
@@ -267,7 +271,7 @@ async def test_who_gets_a_lock_at_once_sees_the_size_that_another_host_has_made(
         served=AllServed(),
         locks=SimpleNamespace(owner=lambda number: (1, number), lock_at_once=lambda *_: True),
         is_joined=lambda ino: ino == 7,
-        kernel=SimpleNamespace(drop_attributes=dropped.append),
+        kernel=SimpleNamespace(drop_attributes=dropped.append, kept=None),
     )
     requests, replies = handing_over(fs)
     body = struct.pack("=QQQQIII4x", 5, 1, 0, 99, fcntl.F_WRLCK, 1, 0)
@@ -300,6 +304,7 @@ async def test_a_lookup_is_answered_at_once_by_the_record_alone(
 
     monkeypatch.setattr(handed_over, "reply_entry", reply_entry)
     fs = SimpleNamespace(
+        kernel=NOT_KEPT,
         operation_log=SimpleNamespace(is_on=False),
         served=AllServed(),
         keeps_name=lambda parent, name: True,
@@ -316,7 +321,7 @@ async def test_a_lookup_is_answered_at_once_by_the_record_alone(
 
 async def test_inodes_that_the_kernel_has_forgotten_come_together_and_get_no_answer() -> None:
     forgotten: list[int] = []
-    requests, replies = handing_over(SimpleNamespace(forget=forgotten.extend))
+    requests, replies = handing_over(SimpleNamespace(kernel=NOT_KEPT, forget=forgotten.extend))
     body = struct.pack("=3Q", 7, 1 << 40, 9)
     assert not requests.take(handed_over.FORGET, 0, 0, CALLER, body)
     assert forgotten == [7, 1 << 40, 9] and not replies
