@@ -177,9 +177,9 @@ class _PathType(click.ParamType):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if not value:
             self.fail("it is empty; was a variable not set?", param, ctx)
-        if not is_path(value) and self._may_be_bucket:
-            return value
         if not is_path(value):
+            if self._may_be_bucket:
+                return value
             self.fail(f"{value} is not the path of a file or directory", param, ctx)
         inside: set[str] = set() if ctx is None else ctx.meta.setdefault("aifs.inside", set())
         parent = os.path.dirname(value)

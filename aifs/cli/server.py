@@ -24,7 +24,7 @@ from aifs.core.errors import (
     StoreError,
     TimeoutReached,
 )
-from aifs.core.names import is_path
+from aifs.core.names import absolute
 from aifs.core.units import format_duration
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def add_command(burst: bool, domain: str, storage_class: str, place: str, direct
     """
     import trio
 
-    directory = _whole(directory)
+    directory = absolute(directory)
 
     async def add() -> dict[str, Any]:
         async with opened(place, adding=directory) as door:
@@ -161,10 +161,6 @@ def _find(state: dict[str, Any], **fields: Any) -> dict[str, Any]:
             f"{', '.join(f'{k} {v}' for k, v in fields.items())}"
         )
     return found[-1]
-
-
-def _whole(address: str) -> str:
-    return os.path.abspath(address) if is_path(address) else address
 
 
 def _described(server: dict[str, Any]) -> str:
@@ -267,7 +263,7 @@ def replace_command(
     """
     import trio
 
-    directory, which = _whole(directory), _which(False, server)
+    directory, which = absolute(directory), _which(False, server)
 
     async def replace() -> tuple[dict[str, Any], bool]:
         async with opened(place, adding=directory) as door:

@@ -42,10 +42,9 @@ def export_command(directory: str, url: str, since: int | None, parallel: int) -
     """Send all below the directory DIR, in an AIFS mount or elsewhere, to the bucket and prefix
     URL. Each file becomes an object under its own name, which all tools can read.
 
-    What is in the bucket with the same size and mtime (kept in the metadata of the object, as by
-    rclone) is not sent again. So an export that failed, or was killed, goes on if it is called
-    again, and a second one sends what has changed. Nothing is deleted in the bucket, but for
-    manifests.
+    A file is not sent again if its object has the same size and mtime (kept in the metadata of the
+    object, as by rclone). So an export that failed, or was killed, goes on if it is called again,
+    and a second one sends what has changed. Nothing is deleted in the bucket, except manifests.
 
     A published checkpoint (with a manifest, by `aifs checkpoint publish` or aifs.client) is there
     whole or not at all: its manifest is sent last, and if it is replaced, the old manifest is
@@ -100,9 +99,10 @@ def import_command(url: str, directory: str, refresh: bool) -> Report:
 
     Bytes stay in the bucket. They are read when programs read them, by the daemon, with the region
     and the keys of its own environment, and kept in blocks in the burst tier. Each file is pinned
-    to the content that the object has now (its ETag): if the object is replaced or deleted, reading
-    what is not in blocks fails with EIO, and the log names the object. Files can be changed,
-    renamed and removed; a file that is changed becomes one of AIFS, and the bucket stays as it is.
+    to the content that the object has now (its ETag). If the object is replaced or deleted, reads
+    of bytes that are not in blocks fail with EIO, and the log names the object. Files can be
+    changed, renamed and removed; a file that is changed becomes one of AIFS, and the bucket stays
+    as it is.
 
     Called again, it goes on where it was killed, and adds what is new. Files that are there stay;
     with --refresh those that are pinned to another content are replaced. Files whose objects are

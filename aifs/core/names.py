@@ -1,5 +1,6 @@
 """Rules for the names of files."""
 
+import os
 import re
 
 NAME_MAX = 255
@@ -16,6 +17,11 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+]*://")
 def is_path(address: str) -> bool:
     """Whether an address is a path, not KIND://REST."""
     return _ADDRESS.match(address) is None
+
+
+def absolute(address: str) -> str:
+    """The address, if it is a path as an absolute one. Links are not followed."""
+    return os.path.abspath(address) if is_path(address) else address
 
 
 def is_name(name: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""What requests ask for: capabilities, capacities, pages of lists."""
+"""Capabilities, capacities and pages of lists, as requests ask for them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

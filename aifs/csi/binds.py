@@ -29,7 +29,7 @@ def canonical(path: str) -> str:
 
 
 def bound_at(target: str) -> Mount | None:
-    """What is mounted at ``target``."""
+    """The mount at ``target``, if there is one."""
     return mounted_at(canonical(target))
 
 

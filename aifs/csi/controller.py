@@ -92,7 +92,7 @@ class ControllerService:
         )
 
     def get_capacity(self, request: Any) -> Any:
-        """What is free in the store: a volume is a limit, and reserves nothing."""
+        """The bytes that are free in the store: a volume is a limit, and reserves nothing."""
         usable = not any(map(obstacle, request.volume_capabilities))
         free = self._volumes.free_bytes() if usable else 0
         return csi_pb2.GetCapacityResponse(available_capacity=free)

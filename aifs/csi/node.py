@@ -17,9 +17,9 @@ from aifs.csi.volumes import EPHEMERAL, Volumes, VolumeWanted
 _IS_EPHEMERAL = "csi.storage.k8s.io/ephemeral"
 
 _OF_PODS = ("size", "files", "mode")
-"""What the author of a pod may say of a volume that lives as long as the pod."""
+"""Parameters that a pod may give a volume that lives as long as the pod."""
 _OF_ADMINISTRATORS = ("path",)
-"""What a PersistentVolume may say: a directory of the mount that is there already."""
+"""Parameters of a PersistentVolume alone: the path of a directory that is there already."""
 
 _Type = csi_pb2.NodeServiceCapability.RPC.Type
 _CAN = (
@@ -56,8 +56,8 @@ class NodeService:
         return csi_pb2.NodeStageVolumeResponse()
 
     def node_unstage_volume(self, request: Any) -> Any:
-        """The last pod of this node is gone: what the node alone has is drained first, so that
-        others do not need the node. Does not wait for it."""
+        """Drain the bytes that this node alone has, as its last pod is gone: then other nodes do
+        not need it. Does not wait for the drain."""
         with suppress(OSError, CallRefused):
             self._volumes.drain(request.volume_id)
         return csi_pb2.NodeUnstageVolumeResponse()

@@ -50,7 +50,7 @@ _PLAIN = re.compile(r"(?!name-)[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 
 
 class VolumeWanted(NamedTuple):
-    """What a volume is made by."""
+    """Size, parameters and source that a volume is asked for with."""
 
     size: int
     """Bytes; 0: no limit."""

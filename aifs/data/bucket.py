@@ -336,11 +336,12 @@ _MEANINGS = (
         "the store cannot be reached; see endpoint and network",
     ),
 )
-"""What an error says, its errno, and what to do, the most specific first."""
+"""A pattern of an error's text, the errno, and the advice; the most specific first."""
 
 
 def _explained(text: str) -> tuple[int, str]:
-    """Errno, and what has happened with what to do. ``text``: of obstore."""
+    """The errno of an error, and a line that says what has happened and what to do. ``text``: of
+    obstore."""
     text = text.partition("\n\nDebug source")[0]
     code = re.search(r"<Code>(\w+)</Code>", text)
     status = re.search(r"\d{3} [A-Z][A-Za-z ]*(?=:)", text)

@@ -70,7 +70,7 @@ class KeptState:
         is in its answer: ``handle`` of ``repeated``."""
 
     def repeated(self) -> Done | None:
-        """What another daemon has done of the current request; None: nothing."""
+        """The outcome of the current request, if another daemon has done it; else None."""
         return None
 
     def note(self, key: bytes, value: bytes) -> None:

@@ -272,7 +272,7 @@ def is_pinned(inode: Inode) -> bool:
 
 
 def parts_kept(tx: ReadTransaction, inode: Inode, blocks: Blocks) -> list[SourcePart]:
-    """What can be in blocks here. Raises Unavailable."""
+    """The parts of a file that can be in blocks here. Raises Unavailable."""
     found = list(parts_of(tx, inode))
     layouts = {inode.oid: inode.read_as}
     for source in {part.source for part in found} - layouts.keys():

@@ -8,7 +8,7 @@ from itertools import filterfalse
 from aifs.core.config import DIRECTORY_FILE, Config, is_directory_source
 from aifs.core.errors import StoreError
 from aifs.core.log import logger
-from aifs.core.names import is_path
+from aifs.core.names import absolute, is_path
 from aifs.data.directory_storage import erase_directory
 from aifs.data.marker import FORMAT, NAME, Marker, read_marker
 from aifs.data.probe import NAME as PROBE
@@ -43,8 +43,8 @@ def recorded_path(config: Config, path: str) -> str:
 def same_directories(named: Iterable[str], known: Sequence[str]) -> dict[str, str]:
     """The ``known`` path that each of ``named`` means, if any. Symlinks are followed only for paths
     written differently: what is behind may hang."""
-    by_words = {_in_words(path): path for path in known}
-    same = {path: by_words[_in_words(path)] for path in named if _in_words(path) in by_words}
+    by_words = {absolute(path): path for path in known}
+    same = {path: by_words[absolute(path)] for path in named if absolute(path) in by_words}
     others = [path for path in named if path not in same and is_path(path)]
     if others:
         left = [path for path in known if path not in same.values() and is_path(path)]
@@ -53,10 +53,6 @@ def same_directories(named: Iterable[str], known: Sequence[str]) -> dict[str, st
             path: by_links[real] for path in others if (real := os.path.realpath(path)) in by_links
         }
     return same
-
-
-def _in_words(path: str) -> str:
-    return os.path.abspath(path) if is_path(path) else path
 
 
 def require_distinct(paths: list[str], written: Collection[str] = ()) -> None:

@@ -4,7 +4,6 @@ The metadata's table counts; a configuration names directories when a store is m
 domains at each opening. Changes are durable on return, one transaction each, then followed in use.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +14,7 @@ from aifs.core import faults, files
 from aifs.core.config import Config
 from aifs.core.errors import Busy, Invalid, StoreError, Unavailable
 from aifs.core.log import logger
-from aifs.core.names import is_path
+from aifs.core.names import absolute, is_path
 from aifs.data.patience import FOR_EVER, giving_up
 from aifs.data.server import DataServer, name_of, role_of
 from aifs.data.servers import Servers
@@ -83,7 +82,7 @@ class ServerTable:
         old: int | None = None,
         state: str = "",
     ) -> int:
-        directory = os.path.abspath(directory) if is_path(directory) else directory
+        directory = absolute(directory)
         async with self._changing:
             lost = old if state == LOST else None
             others = [server for server in self._servers.values() if server.id != lost]
