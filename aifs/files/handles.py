@@ -599,12 +599,17 @@ class Handles:
         """Take over a handle of an acquired file that programs already have. Does not block."""
         place = self._places.get(kept.backing)
         if place is not None:
-            file.backing, file.on_object = kept.backing, _is_object(file, place)
-            if file.copy is None and not file.on_object:
-                file.source_backing = kept.backing
+            file.on_object = _is_object(file, place)
+            if file.copy is not None:
+                file.backing = kept.backing
+                if place != file.copy.place:
+                    file.copy.source = place[1]  # it was that when it was passed through
+            elif file.on_object:
+                file.backing = kept.backing
+            elif place[1] == file.inode.oid:
+                file.backing = file.source_backing = kept.backing
                 self._sources[place[1]] = file.inode.ino
-            elif file.copy is not None and place != file.copy.place:
-                file.copy.source = place[1]  # it was that when it was passed through
+            # Else its last close was being done: the copy is gone, the bytes are in the record.
         opened = FileHandle(file, kept.flags, kept.opens)
         opened.direct = kept.direct
         self._handles[kept.handle] = opened

@@ -646,6 +646,28 @@ def test_programs_in_a_storm_of_kills(kills: int, scratch: Path) -> None:
         _storm(store, scratch, kills)
 
 
+def test_a_daemon_dies_while_a_tiny_file_leaves_its_copy(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last close is sent again, of a handle whose copy the record does not name any more."""
+    now = scratch / "now"
+    monkeypatch.setenv("DIE_AT", f"meta.journal.after_append:{now}")
+    with mounted_store(scratch, (KEPT,), mount=False) as store:
+        store.module = "tests.support.dying_mount"
+        store.mount()
+        fd = os.open(store.path / "tiny", os.O_CREAT | os.O_RDWR)
+        os.write(fd, b"tiny")
+        os.fsync(fd)
+        first = store.pid
+        now.touch()
+        os.close(fd)
+        store.wait_for_end()
+        now.unlink()
+        store.adopt()
+        assert (store.path / "tiny").read_bytes() == b"tiny"
+        assert store.pid != first
+
+
 POINTS = (
     "meta.journal.before_append",
     "meta.journal.after_append",
