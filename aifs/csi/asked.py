@@ -5,8 +5,8 @@ from typing import Any
 
 from grpc import StatusCode
 
+from aifs.core.binds import OPTIONS
 from aifs.csi import csi_pb2
-from aifs.csi.binds import OPTIONS
 from aifs.csi.calls import CallRefused
 
 _MODE = csi_pb2.VolumeCapability.AccessMode

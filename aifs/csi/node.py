@@ -7,9 +7,10 @@ from typing import Any
 
 from grpc import StatusCode
 
+from aifs.core import binds
 from aifs.core.mountinfo import FSTYPE
 from aifs.core.units import parse_size
-from aifs.csi import binds, csi_pb2
+from aifs.csi import csi_pb2
 from aifs.csi.asked import READ_ONLY, SINGLE_WRITER, own, require_usable
 from aifs.csi.calls import CallRefused, VolumeTurns
 from aifs.csi.volumes import EPHEMERAL, Volumes, VolumeWanted

@@ -6,8 +6,9 @@ a sticky one ownership of the directory or of the entry.
 
 import stat
 
-from aifs.core.errors import AccessDenied, NotFound, NotPermitted
+from aifs.core.errors import AccessDenied, NotFound, NotPermitted, ReadOnly
 from aifs.files.types import CallerLike
+from aifs.files.views import Confined, may_write, reaches
 from aifs.meta import acl, namespace
 from aifs.meta.askers import Asker
 from aifs.meta.keys import ROOT_INO
@@ -58,11 +59,29 @@ def require_may_remove_tree(directory: Inode, inode: Inode, caller: CallerLike) 
 
 
 def require_reach(tx: ReadTransaction, directory: Inode, caller: CallerLike) -> None:
-    """Raises AccessDenied unless ``caller`` may search all above ``directory``; NotFound if that
-    has been removed. For directories named by number."""
-    while directory.ino != ROOT_INO:
+    """Raises AccessDenied unless ``caller`` may search all above ``directory``, up to where that is
+    mounted in its container; ReadOnly if it is mounted so; NotFound if it has been removed. For
+    directories named by number."""
+    tops = caller.tops if isinstance(caller, Confined) else {ROOT_INO: True}
+    require_within(tx, directory, caller)
+    require_writable(tx, directory.ino, caller)
+    while directory.ino not in tops:
         directory = namespace.get_directory(tx, directory.parent)
         require_may(directory, caller, SEARCH)
+
+
+def require_within(tx: ReadTransaction, directory: Inode, caller: CallerLike) -> None:
+    """Raises AccessDenied if ``directory`` is not mounted in the caller's container."""
+    if not reaches(tx, directory, caller):
+        raise AccessDenied("it lies outside of what is mounted for this process")
+
+
+def require_writable(tx: ReadTransaction, ino: int, caller: CallerLike) -> None:
+    """Raises ReadOnly if the caller's container has the inode by a read-only mount alone. For
+    calls, which the kernel lets pass."""
+    inode = namespace.find_inode(tx, ino)
+    if inode is not None and not may_write(tx, inode, caller):
+        raise ReadOnly()
 
 
 def may_find(tx: ReadTransaction, inode: Inode, top: int, caller: CallerLike) -> bool:

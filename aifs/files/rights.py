@@ -14,6 +14,7 @@ from typing import Any
 from aifs.core.errors import AccessDenied, NoAttribute, NotPermitted
 from aifs.files.permissions import READ, SEARCH, WRITE, require_may, require_owner
 from aifs.files.types import CallerLike
+from aifs.files.views import has_all
 from aifs.meta.records import Inode
 
 Rule = Callable[[Inode, CallerLike], None]
@@ -23,8 +24,9 @@ _REASONS = {"error", "last_error", "reason"}
 
 
 def sees_all(caller: CallerLike) -> bool:
-    """Whether the caller may see everybody's files: root, and the user of the daemon."""
-    return caller.uid in (0, os.geteuid())
+    """Whether the caller may see everybody's files: root, and the user of the daemon, unless in a
+    container that has a part of the mount."""
+    return caller.uid in (0, os.geteuid()) and has_all(caller)
 
 
 def anybody(inode: Inode, caller: CallerLike) -> None:
@@ -54,9 +56,10 @@ def owner(inode: Inode, caller: CallerLike) -> None:
 
 
 def root(inode: Inode, caller: CallerLike) -> None:
-    """The root user: for hints that limit owners, or concern all files."""
-    if caller.uid != 0:
-        raise NotPermitted("it is for the root user")
+    """The root user, except in a container that has a part of the mount: for hints that limit
+    owners, or concern all files."""
+    if caller.uid != 0 or not has_all(caller):
+        raise NotPermitted("it is for the root user, where the whole store is mounted")
 
 
 def overseer(inode: Inode, caller: CallerLike) -> None:

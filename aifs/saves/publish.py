@@ -324,6 +324,7 @@ def require_may_publish(tx: ReadTransaction, what: Publication, caller: CallerLi
     permissions.require_may_remove(old_parent, inode, caller)
     permissions.require_may(parent, caller)
     if old_parent is not parent:
+        permissions.require_reach(tx, old_parent, caller)
         permissions.require_may(inode, caller, permissions.WRITE)  # its ".." changes
     for name in filter(None, (what.name, what.latest, what.tracker)):
         there = publishing.find(tx, what.parent, name)
@@ -343,6 +344,7 @@ def _walk(tx: ReadTransaction, ino: int, way: bytes, start: int, caller: CallerL
         permissions.require_reach(tx, place, caller)
     for name in way.split(b"/"):
         permissions.require_may(place, caller, permissions.SEARCH)
+        permissions.require_within(tx, place, caller)
         if name == b"..":
             place = namespace.get_directory(tx, place.parent)
         elif name not in (b"", b"."):

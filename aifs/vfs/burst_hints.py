@@ -33,6 +33,7 @@ from aifs.files.open_inode import OpenInode
 from aifs.files.services import Services
 from aifs.files.stage import is_pinned, parts_kept
 from aifs.files.types import CallerLike
+from aifs.files.views import reaches
 from aifs.meta import forms, keys, shared
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.listing import list_directory
@@ -278,6 +279,8 @@ class BurstHints:
             raise NotSupported("the store has no burst tier; burst.directories names its places")
         try:
             rights.owner(inode, caller)
+            if not reaches(tx, inode, caller):
+                return "owner"
             if is_pinned(inode):
                 return ""
             if inode.policy is not None and inode.policy.tier == "capacity":
@@ -322,6 +325,9 @@ class BurstHints:
             try:
                 top = await self._attributes.getattr(ino)
             except NotFound:
+                continue
+            if not await self._engine.view(reaches, top, ask.caller):
+                kept["owner"] += 1
                 continue
             async for place in self._files_below(top, self._tier.blocks):
                 inode = place.inode

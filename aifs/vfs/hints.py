@@ -12,7 +12,7 @@ from typing import Any
 from aifs.core import ioctl
 from aifs.core.errors import Invalid, NoAttribute, NoSuchIoctl, NotPermitted
 from aifs.core.json_text import parse_object
-from aifs.files import rights
+from aifs.files import permissions, rights, views
 from aifs.files.asks import ANY, Ask, Hint, HintCall
 from aifs.files.refusals import Refusals
 from aifs.files.services import ServeOptions
@@ -82,6 +82,7 @@ class Hints:
         self._attributes = attributes
         self._refusals = refusals
         self._options = options
+        self._views = views.Views(options.mountpoint)
         self._served = {hint.stem: (hint, part) for part in (self, *parts) for hint in part.HINTS}
         """By name without its number: the row, and the part that serves it."""
 
@@ -107,6 +108,7 @@ class Hints:
         if found is None:
             raise NoAttribute()
         hint, part, number = found
+        caller = await self._confined(caller)
         hint.require_may_read(inode, caller)
         assert hint.get is not None  # that was looked at
         value = await _done(hint.get(part, Ask(ino, caller, number=number)))
@@ -120,6 +122,7 @@ class Hints:
         """Raises Invalid for a wrong value, NotPermitted and AccessDenied if ``caller`` cannot set
         it, and errors of the hint; ``user.aifs.refused`` says why."""
         with self._refusals.noted(ino, caller, name.decode("utf-8", "replace")):
+            caller = await self._confined(caller)
             hint, part = await self._changeable(ino, name, caller)
             if hint.set is None:
                 raise NotPermitted("this hint cannot be set")
@@ -128,6 +131,7 @@ class Hints:
     async def remove(self, ino: int, name: bytes, caller: CallerLike) -> None:
         """Raises NotPermitted for hints that cannot be removed, NoAttribute for a missing one."""
         with self._refusals.noted(ino, caller, name.decode("utf-8", "replace")):
+            caller = await self._confined(caller)
             hint, part = await self._changeable(ino, name, caller)
             if hint.remove is None:
                 raise NotPermitted("this hint cannot be removed")
@@ -138,6 +142,11 @@ class Hints:
             if not await _done(hint.get(part, Ask(ino, caller))):
                 raise NoAttribute()
             await _done(hint.set(part, Ask(ino, caller, hint.remove.encode())))
+
+    async def _confined(self, caller: CallerLike) -> CallerLike:
+        """The caller, as one that has a part of the mount if it does."""
+        found = self._views.of(caller)
+        return caller if found is None else await self._engine.view(views.confine, caller, found)
 
     async def _changeable(self, ino: int, name: bytes, caller: CallerLike) -> tuple[Hint, Any]:
         inode = await self._attributes.getattr(ino)
@@ -160,8 +169,10 @@ class Hints:
         # Else an error reports the state of a group, and nothing has been refused.
         with self._refusals.noted(ino, caller, f"user.aifs.{name}") if refuses else nullcontext():
             fields = _fields(name, argument, call.takes)
+            caller = await self._confined(caller)
             if call.changes:
                 self._options.require_writable()
+                await self._engine.view(permissions.require_writable, ino, caller)
             if call.where != ANY or call.by is not rights.anybody:
                 call.require_may(await self._engine.view(namespace.get_inode, ino), caller)
             answer = await _done(call.do(part, Ask(ino, caller, fields=fields)))

@@ -18,6 +18,7 @@ from aifs.files import permissions, rights
 from aifs.files.asks import DIRECTORY, ROOT, Ask, Hint, HintCall
 from aifs.files.services import Services
 from aifs.files.types import CallerLike
+from aifs.files.views import has_all, reaches
 from aifs.meta import keys, namespace, publishing, quotas, restoring
 from aifs.meta.kv import ReadTransaction, Transaction, answers
 from aifs.meta.quotas import inherited
@@ -256,14 +257,19 @@ class TrashRequests:
         size, (start, end) = 0, keys.all_of(b"U")
         while start:
             found = await self._engine.view(restoring.read_turns, start, end, AT_ONCE)
-            own = [entry for entry, inode in found.entries if _is_own(entry, inode, caller)]
-            size += await self._trash.empty(own)
+            size += await self._trash.empty(await self._engine.view(_of, found, caller))
             start = found.end
         return size
 
 
-def _is_own(entry: Entry, inode: Inode, caller: CallerLike) -> bool:
-    return caller.uid in (0, entry.uid, inode.uid)
+def _is_own(tx: ReadTransaction, entry: Entry, inode: Inode, caller: CallerLike) -> bool:
+    if caller.uid not in (0, entry.uid, inode.uid):
+        return False
+    return has_all(caller) or reaches(tx, restoring.home_of(tx, entry), caller)
+
+
+def _of(tx: ReadTransaction, turns: Turns, caller: CallerLike) -> list[Entry]:
+    return [entry for entry, inode in turns.entries if _is_own(tx, entry, inode, caller)]
 
 
 def _own(tx: ReadTransaction, inos: Sequence[int], caller: CallerLike) -> list[Entry]:
@@ -277,7 +283,7 @@ def _find(tx: ReadTransaction, wanted: Restoring, caller: CallerLike) -> Entry:
         raise Invalid(f"{wanted.path!r} is not a path below the directory")
 
     def is_own(entry: Entry) -> bool:
-        return _is_own(entry, namespace.get_inode(tx, entry.ino), caller)
+        return _is_own(tx, entry, namespace.get_inode(tx, entry.ino), caller)
 
     with suppress(NotFound):
         if not wanted.ino:
@@ -321,7 +327,7 @@ def _read_own(
     own = [
         entry
         for entry in found
-        if (inode := namespace.find_inode(tx, entry.ino)) and _is_own(entry, inode, caller)
+        if (inode := namespace.find_inode(tx, entry.ino)) and _is_own(tx, entry, inode, caller)
     ]
     return own, found[-1].ino if len(found) == _SLICE else None
 
@@ -334,7 +340,7 @@ def _describe(
     ways: dict[int, bytes | None] = {}
     told = []
     for entry, inode in found.entries:
-        if _is_own(entry, inode, caller):
+        if _is_own(tx, entry, inode, caller):
             if entry.parent not in ways:
                 ways[entry.parent] = _way_to(tx, entry.parent, caller)
             told.append((entry, _told(entry, inode, ways[entry.parent])))

@@ -40,8 +40,9 @@ pytest.importorskip("grpc")
 import yaml
 from grpc import StatusCode
 
+from aifs.core import binds
 from aifs.core.mountinfo import all_mounts
-from aifs.csi import binds, volumes
+from aifs.csi import volumes
 from aifs.csi.calls import CallRefused
 from aifs.csi.controller import ControllerService
 from aifs.csi.node import NodeService

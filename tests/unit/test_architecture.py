@@ -71,7 +71,7 @@ MAY_CHANGE_FILES = {
     "cli/clone.py": {"mkdir", "open"},  # a directory of a mount
     "cli/trash.py": {"link", "open", "unlink"},  # the same
     "core/connections.py": {"open", "write"},  # of fusectl
-    "csi/binds.py": {"mkdir", "rmdir"},  # where a pod's volume is mounted
+    "core/binds.py": {"mkdir", "rmdir"},  # where a pod's volume is mounted
     "csi/volumes.py": {"chmod", "chown", "fsync", "mkdir", "open", "rename", "setxattr"},
     "fuse/bridge.py": {"write"},  # to the mount's descriptor
     "fuse/keeper.py": {"open", "pwrite", "write"},  # the log, fusectl, a file in memory
