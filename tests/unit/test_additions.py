@@ -16,6 +16,7 @@ from aifs.data import storages
 from aifs.data.directory_storage import DirectoryStorage
 from aifs.files import rights
 from aifs.files.asks import FILE, Hint, HintCall
+from aifs.files.services import ServeOptions
 from aifs.files.types import ROOT
 from aifs.layout import kinds
 from aifs.layout.striped import Striped
@@ -58,7 +59,7 @@ async def test_a_hint_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     attributes: Any = SimpleNamespace(getattr=getattr_)
     unused: Any = None
-    asked = hints.Hints(unused, attributes, unused, unused, [Greeting()])
+    asked = hints.Hints(unused, attributes, unused, ServeOptions(), [Greeting()])
     assert await asked.get(7, b"user.aifs.greeting", ROOT) == b"hello"
     monkeypatch.setattr(hints, "SUBJECTS", (*hints.SUBJECTS, Greeting))
     assert "| `greeting` | file | anybody |" in hint_text.reference()
