@@ -1,5 +1,6 @@
 """Which undrained files are drained next, and when. Pure: callers give times of one clock (s)."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,16 +8,19 @@ from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
+from aifs.layout.interleaved import CHUNK
+
 BATCH_FILES = 256
 BATCH_BYTES = 64 << 20
+
+PACK_FILES = 8192
+PACK_S = 10.0
+"""With ``packs``, small files become ready together, once in so many seconds."""
 
 _BACK_OFF_MIN_S = 1.0
 _BACK_OFF_MAX_S = 60.0
 _NEVER = float("inf")
 _LEFT_MAX = 1000
-_MOVED_MAX = 2 * BATCH_FILES
-"""That become ready at a time: many may at the same moment."""
-
 _COST = 20
 """A redrained file waits so many times its drain's time at the best rate seen."""
 
@@ -92,6 +96,9 @@ class Queue:
         self.held = 0
         """How many files are held."""
         self.delay_s = delay_s
+        self.packs = False
+        """Small files that are drained together become one object, which never grows: so batches
+        have up to PACK_FILES, and small files wait for each other."""
         self._deadline_s = deadline_s
         self._placements = 0
         """Counts the entries of the heaps."""
@@ -139,7 +146,7 @@ class Queue:
         entry = self._entries.get(ino)
         if entry is None:
             entry = QueueEntry(ino, size, now, _NEVER)
-            entry.ready_at = now + self._delay_of(entry, now)
+            entry.ready_at = self._ready_at(entry, now)
             self._insert(entry)
             return entry.ready_at
         self.size += size - entry.size
@@ -147,7 +154,7 @@ class Queue:
         if entry.taken:
             entry.again = True
         elif entry.ready_at == _NEVER and not entry.withheld:
-            self._move(entry, now + self._delay_of(entry, now), entry.rank)
+            self._move(entry, self._ready_at(entry, now), entry.rank)
         return entry.ready_at
 
     def withhold(self, ino: int, size: int, now: float) -> bool:
@@ -181,7 +188,7 @@ class Queue:
             return _NEVER
         entry.withheld = False
         if not entry.taken:
-            self._move(entry, now + self._delay_of(entry, now), entry.rank)
+            self._move(entry, self._ready_at(entry, now), entry.rank)
         return entry.ready_at
 
     def drained(self, ino: int) -> bool:
@@ -244,8 +251,9 @@ class Queue:
     def take(self, now: float) -> list[QueueEntry]:
         """The next files in order: many small ones, or one large one; empty if none is ready."""
         later, ready = self._later, self._ready
-        moved = 0
-        while later and later[0][0] <= now and moved < _MOVED_MAX:
+        files = PACK_FILES if self.packs else BATCH_FILES
+        moved = 0  # many may become ready at the same moment
+        while later and later[0][0] <= now and moved < 2 * files:
             entry = self._placed(heappop(later))
             moved += 1
             if entry is not None:
@@ -253,7 +261,7 @@ class Queue:
                 heappush(ready, (entry.rank, entry.since, entry.ino, entry.placed))
         batch: list[QueueEntry] = []
         total = 0
-        while ready and len(batch) < BATCH_FILES:
+        while ready and len(batch) < files:
             entry = self._placed(ready[0])
             if entry is not None:
                 total += entry.size
@@ -285,7 +293,7 @@ class Queue:
     def again(self, ino: int, now: float) -> None:
         """It has been changed meanwhile, and closed."""
         entry = self._entries[ino]
-        self._give_back(entry, now + self._delay_of(entry, now), 0)
+        self._give_back(entry, self._ready_at(entry, now), 0)
 
     def hold(self, ino: int, now: float) -> None:
         """Somebody may write to it until ``closed``."""
@@ -326,12 +334,16 @@ class Queue:
 
     # --- inside ---
 
-    def _delay_of(self, entry: QueueEntry, now: float) -> float:
+    def _ready_at(self, entry: QueueEntry, now: float) -> float:
         if entry.rank is Rank.REQUESTED:
-            return 0.0
+            return now
         last = self._drains.get(entry.ino)
-        pause_s = 0.0 if last is None else last.ended + last.pause_s - now
-        return max(pause_s, 0.0 if now - entry.since > self._deadline_s else self.delay_s)
+        paused_to = now if last is None else last.ended + last.pause_s
+        if now - entry.since > self._deadline_s:
+            return max(paused_to, now)
+        at = max(paused_to, now + self.delay_s)
+        waits = self.packs and entry.size < CHUNK and entry.rank is Rank.USUAL
+        return math.ceil(at / PACK_S) * PACK_S if waits else at
 
     def _insert(self, entry: QueueEntry) -> None:
         self._entries[entry.ino] = entry

@@ -30,6 +30,9 @@ from aifs.core.errors import StoreError
 PART = 8 << 20
 """Bytes of each part of an upload. A store takes up to 10,000: objects have up to 78 GiB."""
 
+PACK = 72 << 20
+"""Bytes of each part of a pack, which is that of one drain: so it is put by one request."""
+
 PARTS_AT_ONCE = 4
 """Of one upload: requests in flight."""
 
@@ -149,11 +152,14 @@ class Bucket:
                 self._require_bucket(error)
                 return None
 
-    def upload(self, key: str) -> "Upload":
-        """To put an object of any size by parts."""
+    def upload(self, key: str, part: int = PART) -> "Upload":
+        """To put an object by one request, or, from ``part`` bytes on, by parts of so many."""
         with self._named(key):
             writer = self._obstore.open_writer(
-                self._store, key, buffer_size=PART, max_concurrency=PARTS_AT_ONCE
+                self._store,
+                key,
+                buffer_size=part,
+                max_concurrency=max(1, PARTS_AT_ONCE * PART // part),
             )
         return Upload(writer, lambda: self._named(key))
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from aifs.core.errors import NotSupported, StoreError
-from aifs.data.bucket import Bucket, ObjectInfo, Upload
+from aifs.data.bucket import PACK, PART, Bucket, ObjectInfo, Upload
 from aifs.data.marker import NAME as MARKER
 from aifs.data.marker import Identity, Marker, check_identity, decode_marker, encode_marker
 from aifs.data.probe import NAME as PROBE
@@ -75,7 +75,7 @@ class _Making:
         self._bucket = bucket
         self._key = _key_of(key)
         """In the bucket."""
-        self._upload: Upload | None = bucket.upload(self._key)
+        self._upload: Upload | None = bucket.upload(self._key, PART if key[0] else PACK)
         """None: it has ended."""
         self._lock = threading.Lock()
         """Held while pieces change or are sent: others who write wait for the store, too."""

@@ -218,6 +218,10 @@ class Drain:
 
     def request(self, inos: Iterable[int]) -> None:
         """Drain these before all others, and as soon as nobody has them open for writing."""
+        self._request(inos)
+        self._upkeep.wake(Work.DRAIN)
+
+    def _request(self, inos: Iterable[int]) -> None:
         inos = list(inos)
         self._queue.prefer(inos, Rank.REQUESTED, trio.current_time())
         self._requested.update(ino for ino in inos if ino in self._queue)
@@ -225,7 +229,6 @@ class Drain:
         if withheld:
             self._wanted += withheld
             self._upkeep.wake(Work.GROUPS)
-        self._upkeep.wake(Work.DRAIN)
 
     def due_in(self) -> dict[int, float]:
         """Seconds until each file is drained that was drained not long ago, and has changed
@@ -313,8 +316,9 @@ class Drain:
                 await self._io.homes.request_drain(host, inos)
                 continue
             for first in range(0, len(inos), _REQUESTED_AT_ONCE):
-                self.request(inos[first : first + _REQUESTED_AT_ONCE])
+                self._request(inos[first : first + _REQUESTED_AT_ONCE])
                 await trio.lowlevel.checkpoint()
+        self._upkeep.wake(Work.DRAIN)  # only now, so that batches are large
         return found
 
     async def wait_below(self, top: Inode, strict: bool) -> None:
@@ -336,6 +340,9 @@ class Drain:
         """Drain what is ready; in how many seconds something will be."""
         while True:
             now = trio.current_time()
+            self._queue.packs = not any(
+                server.storage.append for server in self._servers.of_class()
+            )
             if self._tier.is_lacking:
                 self._queue.hurry(now)
             batch = [Draining(entry.ino) for entry in self._queue.take(now)]

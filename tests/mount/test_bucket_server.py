@@ -19,9 +19,14 @@ LARGE = 9 * MIB + 5
 """More than a part of an upload."""
 
 
+ASKED: list[str] = []
+"""METHOD PATH of all requests of the test."""
+
+
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with moto() as found:
+    ASKED.clear()
+    with moto(ASKED) as found:
         for name, value in (KEYS | {"AWS_ENDPOINT_URL": found}).items():
             monkeypatch.setenv(name, value)
         make_bucket(found, "bucket")
@@ -85,6 +90,16 @@ def test_files_are_written_drained_evicted_and_read_again(store: Mounted, endpoi
     aifs("drain", store.path)
     store.remount()
     check()
+
+
+def test_a_pack_of_small_files_takes_one_request(store: Mounted) -> None:
+    content = os.urandom(10_000)
+    for number in range(1500):
+        (store.path / str(number)).write_bytes(content)
+    aifs("drain", store.path)
+    assert 1 <= sum("/objects/" in one and one[0] == "P" for one in ASKED) <= 3
+    aifs("evict", store.path)
+    assert all((store.path / name).read_bytes() == content for name in ("0", "700", "1499"))
 
 
 def test_a_bucket_is_added_as_archive(endpoint: str, tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGIO
 
 
 @contextmanager
-def moto() -> Iterator[str]:
+def moto(asked: list[str] | None = None) -> Iterator[str]:
     """The endpoint of an empty one, which keeps all in memory. One at a time. It takes requests in
-    turn: moto itself may do two conditional puts at once."""
+    turn: moto itself may do two conditional puts at once. ``asked``: gets METHOD PATH of each."""
     server = pytest.importorskip(
         "moto.moto_server.threaded_moto_server", reason="needs moto: pip install '.[test]'"
     )
@@ -30,6 +30,8 @@ def moto() -> Iterator[str]:
 
     class InTurn(server.DomainDispatcherApplication):
         def __call__(self, environ: dict, start_response: object) -> object:
+            if asked is not None:
+                asked.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}")
             with turn:
                 return super().__call__(environ, start_response)
 

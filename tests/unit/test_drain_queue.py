@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from aifs.burst.queue import BATCH_BYTES, BATCH_FILES, Queue, Rank
+from aifs.burst.queue import BATCH_BYTES, BATCH_FILES, PACK_S, Queue, Rank
 
 DELAY_S, DEADLINE_S = 2.0, 100.0
 MIB = 1 << 20
@@ -191,6 +191,19 @@ def test_such_a_file_is_drained_at_once_where_somebody_needs_it():
             assert queue.prefer([1], rank, 3.0) == 3.0 + wait_s
         assert queue.ready_in(3.0) == wait_s
         assert inos(queue.take(3.0 + wait_s)) == [1]
+
+
+def test_where_objects_never_grow_small_files_wait_for_each_other():
+    queue = make()
+    queue.packs = True
+    small, closed_s = range(2, 9 * BATCH_FILES), 3 * PACK_S + 1
+    queue.closed(1, MIB, closed_s)
+    for ino in small:
+        queue.closed(ino, 10, closed_s + ino / 1e6)
+    assert inos(queue.take(closed_s + DELAY_S)) == [1], "a large one does not wait"
+    assert queue.ready_in(3.5 * PACK_S) == 0.5 * PACK_S
+    assert queue.prefer([7], Rank.REQUESTED, 3.5 * PACK_S) and inos(queue.take(3.5 * PACK_S)) == [7]
+    assert inos(queue.take(4 * PACK_S)) == [ino for ino in small if ino != 7]
 
 
 @given(st.lists(SIZES, min_size=1, max_size=200))
