@@ -41,7 +41,7 @@ class KeeperOrders:
     again: Sequence[str]
     """The command that starts the next daemon, without its descriptors."""
     tries: int
-    """How many daemons in a row may die before they serve."""
+    """How many daemons in a row may die before they have served for some seconds."""
     stuck_s: float
     """After how long a daemon is replaced that does nothing while requests wait; 0: never."""
     log: str
@@ -91,11 +91,9 @@ def _start_keeper(keeping: KeeperOrders, abort: int, device: int) -> None:
     """It ends with the mount."""
     kept = keeping.kept
     asked = connections.open_waiting(device)
+    descriptors = [kept.device, kept.table, abort, asked]
     told = {
-        "device": kept.device,
-        "table": kept.table,
-        "abort": abort,
-        "asked": asked,
+        "descriptors": descriptors,
         "pid": os.getpid(),
         "number": f"{os.major(device)}:{os.minor(device)}",
         "tries": keeping.tries,
@@ -104,7 +102,7 @@ def _start_keeper(keeping: KeeperOrders, abort: int, device: int) -> None:
         "log": keeping.log,
     }
     program = [str(Path(__file__).with_name("keeper.py")), json.dumps(told)]
-    _start(program, [kept.device, kept.table, abort, asked], None)
+    _start(program, descriptors, None)
     os.close(asked)
 
 

@@ -5,12 +5,12 @@ alone; it does no I/O of the mount's.
 While a daemon serves, the next one stands by: it has started, and waits for its turn at a pipe. So
 programs do not wait for the start of an interpreter.
 
-Its arguments, as JSON in the first one: ``device``, ``table`` (kept.py), ``abort`` and ``asked``
-(fusectl: to end the connection, and how many requests wait) are descriptors, ``pid`` the first
-daemon, ``number`` the mount's device, ``tries`` how many daemons in a row may die before they
-serve, ``stuck_s`` after how long a daemon is replaced that does nothing while requests wait (0:
-never), ``command`` starts the next one, with ``--descriptors`` and those of the mount, the table
-and the pipe behind it, ``log`` is the log file ("": standard error).
+Its arguments, as JSON in the first one: ``descriptors`` are those of the mount, the table
+(kept.py), and of fusectl to end the connection, and to ask how many requests wait; ``pid`` the
+first daemon, ``number`` the mount's device, ``tries`` how many daemons in a row may die before they
+have served for some seconds, ``stuck_s`` after how long a daemon is replaced that does nothing
+while requests wait (0: never), ``command`` starts the next one, with ``--descriptors`` and those of
+the mount, the table and the pipe behind it, ``log`` is the log file ("": standard error).
 """
 
 import errno
@@ -41,7 +41,11 @@ stood by is followed by another after the same time."""
 SILENT_S = 60.0
 """After how long a daemon that does not show that it is alive is said, if requests wait."""
 
-FIRST_PAUSE_S, PAUSE_MAX_S = 0.02, 5.0
+FIRST_PAUSE_S = 0.02
+
+FAST_S, PAUSE_MAX_S = 5.0, 5.0
+"""A daemon that dies before it has served for so long is one of the tries, whose pauses grow up to
+this one."""
 
 SCARCE = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 """The machine, or its user, has no more processes, memory or descriptors now."""
@@ -72,6 +76,15 @@ def patiently(function: "Callable[..., Any]", *args: object) -> "Any":
         pause_s = min(2 * pause_s, LOOK_S)
 
 
+def describe_death(status: int) -> str:
+    """A status of waitpid(2), and whether the keeper has killed the daemon."""
+    if status & STUCK:
+        return "it did nothing"
+    if os.WIFSIGNALED(status):
+        return f"signal {os.WTERMSIG(status)}"
+    return f"exit {os.WEXITSTATUS(status)}"
+
+
 def look_at(pid: int) -> tuple[bool, float]:
     """Whether the main thread of a process has ended, and how many seconds of a processor the
     process has used."""
@@ -98,10 +111,7 @@ class Keeper:
 
     def __init__(
         self,
-        device: int,
-        table: int,
-        abort: int,
-        asked: int,
+        descriptors: "tuple[int, int, int, int]",
         pid: int,
         number: str,
         tries: int,
@@ -110,10 +120,7 @@ class Keeper:
         log: str,
     ) -> None:
         """Its arguments: see above."""
-        self.device = device
-        self.table = table
-        self.abort = abort
-        self.asked = asked
+        self.device, self.table, self.abort, self.asked = descriptors
         self.tries = tries
         self.stuck_s = stuck_s
         self.command = command
@@ -130,6 +137,8 @@ class Keeper:
         """Daemons that have not left the kernel yet."""
         self.served = 0
         """The daemons that had served when the one that runs was started."""
+        self.serves_since_s = 0.0
+        """When that was first seen to serve; 0: it was not."""
         self.waiting, self.turn = 0, -1
         """The daemon that stands by (0: none), and its pipe."""
         self.due_s = time.monotonic() + FIRST_S
@@ -155,20 +164,23 @@ class Keeper:
             status = self.wait()
             if head(self.table, ENDED) or is_over(self.device, self.number):
                 return
-            serves = self.serves()
-            failed = 0 if serves or self.is_tried else failed + 1
-            self.judge(serves, has_ended=True)
+            served_s = time.monotonic() - self.serves_since_s if self.serves_since_s else 0
+            # Another version is judged by itself, and has had the one before killed.
+            failed = 0 if served_s > FAST_S or self.trial else failed + 1
+            self.judge(self.serves(), has_ended=True)
             self.served = head(self.table, SERVED)
             if not self.served:
                 self.say("the mount ends with its daemon")
                 return
             if failed >= self.tries:
-                self.say(f"the mount ends: {failed} daemons in a row died before they served")
+                self.say(
+                    f"the mount ends: {failed} daemons in a row died before they had served for "
+                    f"{FAST_S:g} s, the last one by {describe_death(status | self.death)}"
+                )
                 return
             head(self.table, DEATH, status | self.death)
             self.is_silent, self.death = False, 0
-            if failed:
-                time.sleep(min(FIRST_PAUSE_S * 2**failed, PAUSE_MAX_S))
+            time.sleep(PAUSE_MAX_S * (failed / self.tries) ** 3)
             head(self.table, RESTARTS, head(self.table, RESTARTS) + 1)
             self.follow()
 
@@ -210,6 +222,7 @@ class Keeper:
         serves = self.serves()
         self.judge(serves, has_ended=False)
         if serves:
+            self.serves_since_s = self.serves_since_s or time.monotonic()
             self.watch()
         if self.is_tried or not serves:
             pass
@@ -350,6 +363,7 @@ class Keeper:
         self.pid, self.is_child, self.waiting = self.waiting, True, 0
         self.is_tried = bool(self.trial)
         self.since_s = self.due_s = time.monotonic()
+        self.serves_since_s = 0.0
 
     def say(self, text: str) -> None:
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING keeper: {text}\n".encode()

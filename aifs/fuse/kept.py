@@ -33,6 +33,7 @@ from aifs.core.log import logger
 from aifs.core.waiting import current_unique
 from aifs.files.kept import Done, KeptHandle, KeptState
 from aifs.files.types import LENT
+from aifs.fuse.keeper import HEAD_AT, ORDER_AT, ORDER_MAX, REFUSED, describe_death
 
 _log = logger(__name__)
 
@@ -44,9 +45,8 @@ _WORD, _SLOT, _PAGE = 8, 4, 4096
 _put_rest = struct.Struct("=QQQ").pack_into
 """Writes a slot without its first word."""
 _KEPT = struct.Struct("=QI252xQQIi")  # granted, size of INIT; unique, ino, opens, backing
-_LENT = struct.Struct("=Q24xIi8x")  # ino, opens, backing
-_LENT_AT, _LENT_COUNT = _PAGE, 16384
-HEAD_AT = _LENT_AT + _LENT_COUNT * _LENT.size
+LENT_SLOT = struct.Struct("=Q24xIi8x")  # ino, opens, backing
+LENT_AT, LENT_COUNT = _PAGE, 16384
 _DONE_AT, _DONE_COUNT = HEAD_AT + _PAGE, 16384
 _SLOTS_AT = _DONE_AT + _DONE_COUNT * _SLOT * _WORD
 _SLOTS_MAX = 1 << 22
@@ -62,11 +62,6 @@ RESENT = 1 << 63
 
 _BACKING = 1 << 62
 """Of the first word of a slot that is a backing id's. No handle has it."""
-
-STUCK = 1 << 16
-"""Of DEATH: the keeper has killed a daemon that did nothing."""
-
-ORDER_AT, ORDER_MAX, REFUSED = HEAD_AT + 512, 1024, 1 << 32
 
 _NEVER = (1 << 64) - 1
 """Of a request that is going to be done: no transaction has this number."""
@@ -239,7 +234,8 @@ class KeptMount(KeptState):
         if not seq:
             self._words[at] = 0
         elif self._words[at] == number:  # it stays what it is about
-            self._words[at + 1] = seq
+            if self._words[at + 1] in (0, _NEVER):  # of several transactions the first one counts
+                self._words[at + 1] = seq
         else:
             self._fill(at, number, seq, 0, 0)
 
@@ -345,15 +341,15 @@ class KeptMount(KeptState):
         """Inodes that were lent are lent no more: their handles are as others."""
         _, _, unique, counted_ino, counted, _ = _KEPT.unpack_from(self._map)
         known = {each.handle for each in self._handles}
-        lent = self._map[_LENT_AT:HEAD_AT]
-        for ino, opens, backing in _LENT.iter_unpack(lent):
+        lent = self._map[LENT_AT:HEAD_AT]
+        for ino, opens, backing in LENT_SLOT.iter_unpack(lent):
             if unique and ino == counted_ino:
                 opens = counted  # it was about to be written
             if ino and opens and LENT | ino not in known:
                 handle = KeptHandle(LENT | ino, ino, os.O_RDONLY, opens, backing, False)
                 self._handles.append(handle)
                 self.know(handle)
-        self._map[_LENT_AT:HEAD_AT] = bytes(len(lent))
+        self._map[LENT_AT:HEAD_AT] = bytes(len(lent))
 
     @property
     def handles(self) -> Sequence[KeptHandle]:
@@ -447,12 +443,3 @@ def _require_format(found: int) -> None:
             f"the mount was begun by a daemon with format {found} of what is kept; this AIFS goes "
             f"on with format {FORMAT} alone"
         )
-
-
-def describe_death(status: int) -> str:
-    """What the keeper says of a death: a status of waitpid(2), and whether it has killed it."""
-    if status & STUCK:
-        return "it did nothing"
-    if os.WIFSIGNALED(status):
-        return f"signal {os.WTERMSIG(status)}"
-    return f"exit {os.WEXITSTATUS(status)}"

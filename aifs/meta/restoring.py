@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from aifs.core.errors import NotFound, Unavailable
 from aifs.meta import dooming, keys, namespace, paths, trash
-from aifs.meta.kv import ReadTransaction, Transaction, grows
+from aifs.meta.kv import ReadTransaction, Transaction, answers, grows
 from aifs.meta.records import TRASHED, Inode, decode_dentry
 from aifs.meta.trash import UNKNOWN, Entry, decode_entry, decode_turn
 
@@ -197,6 +197,7 @@ class Emptied(NamedTuple):
     """What all of it takes, as far as is known."""
 
 
+@answers
 def empty(tx: Transaction, entries: Iterable[Entry], now: int) -> Emptied:
     """Have these entries go for good. Those that are not in the trash any more count as gone."""
     done, size = Emptied([], [], 0), 0

@@ -250,8 +250,10 @@ class TrashRequests:
         self._options.require_writable()
         if inos:
             wanted: list[Entry] = []
+            are_some_gone = self._kernel.kept.repeated() is not None
             for first in range(0, len(inos), AT_ONCE):
-                wanted += await self._engine.view(_own, inos[first : first + AT_ONCE], caller)
+                some = inos[first : first + AT_ONCE]
+                wanted += await self._engine.view(_own, some, caller, are_some_gone)
                 await trio.lowlevel.checkpoint()
             return await self._trash.empty(wanted)
         size, (start, end) = 0, keys.all_of(b"U")
@@ -272,8 +274,14 @@ def _of(tx: ReadTransaction, turns: Turns, caller: CallerLike) -> list[Entry]:
     return [entry for entry, inode in turns.entries if _is_own(tx, entry, inode, caller)]
 
 
-def _own(tx: ReadTransaction, inos: Sequence[int], caller: CallerLike) -> list[Entry]:
-    return [_find(tx, Restoring(keys.ROOT_INO, b"", ino), caller) for ino in inos]
+def _own(
+    tx: ReadTransaction, inos: Sequence[int], caller: CallerLike, are_some_gone: bool
+) -> list[Entry]:
+    found: list[Entry] = []
+    for ino in inos:
+        with suppress(*[NotFound] * are_some_gone):
+            found.append(_find(tx, Restoring(keys.ROOT_INO, b"", ino), caller))
+    return found
 
 
 def _find(tx: ReadTransaction, wanted: Restoring, caller: CallerLike) -> Entry:

@@ -40,7 +40,7 @@ def demonstrate(work: Path, console: Console) -> None:
     source, path, stop = work / "store", work / "mnt", work / "stop"
     path.mkdir()
     _aifs("format", source)
-    _aifs("mount", "-o", "kernel.restarts=20", source, path)
+    _aifs("mount", "-o", "kernel.restarts=1000", source, path)
     command = [sys.executable, "-c", TRAINING, path, stop]
     training = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -26,7 +26,8 @@ from aifs.store.owner import read_owner
 from tests.support.mounts import TIMEOUT_S, Mounted, aifs, call, mounted_store
 from tests.support.outcomes import PROGRAMS, exchange
 
-KEPT = "kernel.restarts=5"
+KEPT = "kernel.restarts=1000"
+"""Their daemons are killed before they have served for long."""
 
 
 def daemon_of(store: Mounted) -> int:
@@ -309,6 +310,14 @@ def _restored(top: Path) -> None:
     assert (top / "removed" / "file").read_bytes() == b"file"
 
 
+def _emptied(top: Path) -> None:
+    ino = (top / "removed" / "file").stat().st_ino
+    (top / "removed" / "file").unlink()
+    call(top, "trash.empty", ids=[ino])
+    with pytest.raises(FileNotFoundError):
+        call(top, "trash.empty", ids=[ino])
+
+
 REQUESTS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "create": ("create", _create),
     "tmpfile": ("create", _tmpfile),
@@ -346,6 +355,7 @@ REQUESTS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "removal of a tree by attribute": ("setxattr", _removed_tree_by_attribute),
     "publishing": ("ioctl", _published),
     "restore": ("ioctl", _restored),
+    "emptying the trash": ("ioctl", _emptied),
 }
 
 
@@ -378,7 +388,7 @@ def test_a_request_is_done_once(
         (top / "directory").mkdir()
         if name in TREES:
             (top / "directory" / "inside").write_bytes(b"inside")
-        if name == "restore":
+        if name in ("restore", "emptying the trash"):
             (top / "removed").mkdir()
             (top / "removed" / "file").write_bytes(b"file")
             os.setxattr(top, "user.aifs.trash", b"1h")
@@ -408,6 +418,28 @@ def test_it_ends_when_no_daemon_serves(scratch: Path) -> None:
         settings.write_text(right)
         subprocess.run(["umount", "-l", store.path], check=True, timeout=TIMEOUT_S)
         store.mount()
+
+
+def test_it_ends_when_daemons_die_again_and_again(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request kills each daemon that begins with it, and is sent again to the next one."""
+    now = scratch / "now"
+    monkeypatch.setenv("KILL_AT", f"before:unlink:{now}")
+    monkeypatch.setenv("KILL_ALL", "1")
+    with mounted_store(scratch, ("kernel.restarts=3",), mount=False) as store:
+        store.expected += [r"3 daemons in a row died .* the last one by signal 9"]
+        store.module = "tests.support.killed_mount"
+        store.mount()
+        (store.path / "a").write_bytes(b"a")
+        now.touch()
+        with pytest.raises(OSError) as raised:
+            (store.path / "a").unlink()
+        assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+        subprocess.run(["umount", "-l", store.path], check=True, timeout=TIMEOUT_S)
+        now.unlink()
+        store.mount()
+        assert (store.path / "a").read_bytes() == b"a"
 
 
 def test_one_stands_by_that_goes_on(kept: Mounted) -> None:

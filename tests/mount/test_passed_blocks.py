@@ -216,7 +216,7 @@ def test_the_daemon_ends_while_blocks_become_a_copy(store: Mounted, path: Path) 
     assert path.read_bytes() == b"other" + CONTENT[5:]
 
 
-KEPT = pytest.mark.parametrize("store", [("kernel.restarts=5",)], indirect=True, ids=["kept"])
+KEPT = pytest.mark.parametrize("store", [("kernel.restarts=1000",)], indirect=True, ids=["kept"])
 
 
 def pass_through(store: Mounted, path: Path) -> None:

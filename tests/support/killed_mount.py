@@ -3,17 +3,20 @@ when it has been done and the kernel has no answer yet.
 
 KILL_AT=before|after:OPERATION:FILE python -m tests.support.killed_mount mount SOURCE MOUNTPOINT
 
-Nothing happens before FILE exists. The daemons that go on with the mount do not die. With
-WITHOUT_RESEND in the environment the kernel sends nothing again, as far as the daemon can tell.
+Nothing happens before FILE exists. The daemons that go on with the mount do not die, unless
+KILL_ALL is in the environment. With WITHOUT_RESEND the kernel sends nothing again, as far as the
+daemon can tell.
 """
 
 import functools
 import os
 import signal
 import sys
+from dataclasses import replace
 from typing import Any
 
 from aifs.cli.main import main
+from aifs.fuse import guard
 from aifs.fuse.bridge import Bridge
 from aifs.fuse.handed_over import HandedOver
 from aifs.fuse.operations import Operations
@@ -41,5 +44,13 @@ if __name__ == "__main__":
     kind: Any = Operations if hasattr(Operations, operation) else HandedOver
     if "WITHOUT_RESEND" in os.environ:
         Bridge.can_be_kept = False  # type: ignore[assignment,method-assign]
+    if "KILL_ALL" in os.environ:
+        start = guard._start_keeper
+
+        def of_this_module(keeping: Any, *args: Any) -> None:
+            again = [__spec__.name if word == "aifs.cli.main" else word for word in keeping.again]
+            start(replace(keeping, again=again), *args)
+
+        guard._start_keeper = of_this_module
     setattr(kind, operation, _dying(getattr(kind, operation), when, file))
     sys.exit(main())

@@ -15,8 +15,7 @@ from aifs.fuse.kept import Head, KeptMount
 
 
 def test_both_sides_have_one_file() -> None:
-    for name in ("HEAD_AT", "ORDER_AT", "ORDER_MAX", "REFUSED", "STUCK"):
-        assert getattr(keeper, name) == getattr(kept, name)
+    assert keeper.HEAD_AT == kept.LENT_AT + kept.LENT_COUNT * kept.LENT_SLOT.size
     for word in ("SERVED", "ENDED", "RESTARTS", "DEATH", "ORDER", "READY", "FINISHED", "ALIVE"):
         assert getattr(keeper, word) == Head[word]
 
@@ -76,16 +75,15 @@ def kept_mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptMount]:
     os.close(found.table)
 
 
-def of(mount: KeptMount, command: list[str], pid: int = 0, stuck_s: float = 0) -> Keeper:
+def of(
+    mount: KeptMount, command: list[str], pid: int = 0, stuck_s: float = 0, tries: int = 2
+) -> Keeper:
     told = json.dumps(
         {
-            "device": 0,
-            "table": mount.table,
-            "abort": -1,
-            "asked": -1,
+            "descriptors": [0, mount.table, -1, -1],
             "pid": pid,
             "number": "0:0",
-            "tries": 2,
+            "tries": tries,
             "stuck_s": stuck_s,
             "command": command,
             "log": "",
@@ -166,6 +164,42 @@ def test_it_does_not_wait_for_ever(kept_mount: KeptMount, monkeypatch: pytest.Mo
         now_s += 1
         one.look(now_s)
     assert started == [100 + keeper.FIRST_S + keeper.PATIENCE_S + 1]
+
+
+@pytest.mark.parametrize(
+    ("lives_s", "tries"), [([0, 3, 3], 3), ([3, 6, 3, 3, 3], 3), ([9, 9, 0], 1)]
+)
+def test_daemons_that_die_at_once_are_followed_so_often(
+    lives_s: list[float],
+    tries: int,
+    kept_mount: KeptMount,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """``lives_s``: how long each serves; 0: it does not."""
+    now_s, daemons, pauses = 100.0, list(lives_s), list[float]()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(keeper, "is_over", lambda *_: False)
+    one = of(kept_mount, ["/bin/true"], tries=tries)
+    kept_mount.serves()
+
+    def wait() -> int:
+        nonlocal now_s
+        if life_s := daemons.pop(0):
+            kept_mount.serves()
+            one.look(0.0)
+            now_s += life_s
+        return 9
+
+    monkeypatch.setattr(one, "wait", wait)
+    monkeypatch.setattr(one, "stand_by", lambda: None)
+    monkeypatch.setattr(os, "write", lambda *_: 0)
+    monkeypatch.setattr(os, "close", lambda _: None)
+    one.run()
+    assert not daemons and kept_mount.head(Head.RESTARTS) == len(lives_s) - 1
+    last = pauses[1 - tries :] if tries > 1 else []
+    assert last == sorted(last) and all(last)
 
 
 @pytest.mark.parametrize(
