@@ -64,7 +64,7 @@ class Guard:
                     program = ["-c", _PROGRAM, str(self._fd), str(os.getpid())]
                     self.process = _start(program, [self._fd], subprocess.DEVNULL)
                 elif not keeping.kept.is_taken:
-                    _start_keeper(keeping, self._fd, mount.device)
+                    start_keeper(keeping, self._fd, mount.device)
         except OSError as error:  # of a user who may have no more processes, too
             log.info(
                 "if this process is killed, programs may have to wait for aifs mount: %s", error
@@ -87,7 +87,7 @@ class Guard:
             self.process.wait()
 
 
-def _start_keeper(keeping: KeeperOrders, abort: int, device: int) -> None:
+def start_keeper(keeping: KeeperOrders, abort: int, device: int) -> None:
     """It ends with the mount."""
     kept = keeping.kept
     asked = connections.open_waiting(device)

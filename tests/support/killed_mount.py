@@ -45,12 +45,12 @@ if __name__ == "__main__":
     if "WITHOUT_RESEND" in os.environ:
         Bridge.can_be_kept = False  # type: ignore[assignment,method-assign]
     if "KILL_ALL" in os.environ:
-        start = guard._start_keeper
+        start = guard.start_keeper
 
         def of_this_module(keeping: Any, *args: Any) -> None:
             again = [__spec__.name if word == "aifs.cli.main" else word for word in keeping.again]
             start(replace(keeping, again=again), *args)
 
-        guard._start_keeper = of_this_module
+        guard.start_keeper = of_this_module
     setattr(kind, operation, _dying(getattr(kind, operation), when, file))
     sys.exit(main())
