@@ -69,6 +69,9 @@ Mount options (-o, separated by commas, may be repeated; the last one wins):
   noatime, strictatime    never keep access times, or at each opening for reading (relatime)
   remount                 change ro, rw, access times, nodev, nosuid and noexec of a mount that is
                           there
+  subdir=DIR              show this directory of the store at MOUNTPOINT, with ro, nosuid, nodev,
+                          noexec, noatime or without; the store has to be mounted on this host
+                          already, and that daemon serves it
   default_permissions     always on: the kernel checks permissions
   auto, noauto, user, nofail, _netdev, x-*, ...
                           for /etc/fstab: understood, nothing to do
@@ -82,7 +85,8 @@ Mount options (-o, separated by commas, may be repeated; the last one wins):
     epilog=_MOUNT_OPTIONS,
     examples="aifs mount /srv/store /mnt/store\n"
     "aifs mount /etc/aifs/cluster.yaml /mnt/store -o ro,nosuid\n"
-    "aifs mount /srv/store /mnt/store -o layout.unit=4MiB -o log.level=debug",
+    "aifs mount /srv/store /mnt/store -o layout.unit=4MiB -o log.level=debug\n"
+    "aifs mount /srv/store /srv/team-a -o subdir=teams/a,ro",
 )
 @click.argument("source", type=PATH)
 @click.argument("mountpoint", type=MOUNTPOINT)
@@ -151,6 +155,9 @@ def mount_command(
     loaded = config.load(source, overrides)
     find_metadata(loaded)
     path = _prepare(mountpoint)
+    if mount_options.subdir:
+        _bind(loaded.source, path, mount_options, [*overrides], fake)
+        return
     if fake:
         return
     again = [sys.executable, "-m", "aifs.cli.main", "go-on", loaded.source, path]
@@ -218,6 +225,34 @@ def go_on_command(
     except BaseException:
         _logger.critical("the daemon stops", exc_info=True)
         raise
+
+
+def _bind(
+    source: str, mountpoint: str, options: "MountOptions", keys: list[str], fake: bool
+) -> None:
+    """Mount a directory of the store's mount at ``mountpoint``, too. Raises MountError, OSError."""
+    from aifs.cli.door import require_answer
+    from aifs.core import beneath, binds
+    from aifs.core.mountinfo import FSTYPE, all_mounts
+
+    wanted = ["ro"] * options.read_only + options.fuse_options
+    if wrong := [*keys, *(["sync"] if "sync" in wanted else [])]:
+        raise MountError(f"-o {wrong[0]}: with subdir it is the other mount's to have")
+    mounts = (mount for mount in all_mounts() if (mount.fstype, mount.root) == (FSTYPE, "/"))
+    mount = next((mount for mount in mounts if mount.source == source), None)
+    if mount is None:
+        raise MountError(f"-o subdir: {source} is not mounted on this host; mount all of it first")
+    require_answer(mount.mountpoint)
+    top = beneath.open_directory(mount.mountpoint)
+    try:
+        directory = beneath.reach(options.subdir, top)
+    finally:
+        os.close(top)
+    try:
+        if not fake:
+            binds.bind(directory, mountpoint, [it for it in wanted if it in binds.OPTIONS])
+    finally:
+        os.close(directory)
 
 
 def _require_in_force(mountpoint: str, source: str, overrides: dict[str, str]) -> None:

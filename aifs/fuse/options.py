@@ -40,7 +40,7 @@ _ALWAYS = {"defaults", "default_permissions", "diratime", "nodiratime"}
 _FSTAB = {"auto", "noauto", "user", "users", "nouser", "owner", "group", "nofail", "_netdev"}
 _FSTAB_PREFIXES = ("x-", "X-", "comment=", "user=", "group=", "owner=")
 
-_ANSWERED = {"ro", "rw", "allow_other", "noallow_other", "remount"}
+_ANSWERED = {"ro", "rw", "allow_other", "noallow_other", "remount", "subdir"}
 
 # A FUSE mount's own options, which mount(8) repeats when it remounts it.
 _REPEATED_PREFIXES = ("user_id=", "group_id=", "max_read=", "blksize=", "uhelper=")
@@ -48,14 +48,20 @@ _REPEATED_PREFIXES = ("user_id=", "group_id=", "max_read=", "blksize=", "uhelper
 
 @dataclass(frozen=True)
 class MountOptions:
-    """A mount's options. ``fuse_options`` go to libfuse (``nodev``, ``noatime``). ``atime``:
-    ``noatime``, ``relatime`` or ``strictatime``. ``remount``: change a mount that is there."""
+    """The words of ``-o`` for one mount."""
 
     read_only: bool = False
+    """ro."""
     allow_other: bool = False
+    """Other users are let in."""
     fuse_options: list[str] = field(default_factory=list)
+    """For libfuse: nodev, noatime, ..."""
     atime: str = "relatime"
+    """noatime, relatime or strictatime."""
     remount: bool = False
+    """Change a mount that is there."""
+    subdir: str = ""
+    """Show this directory of a mount that is there; '/' is all of it, '' to mount."""
 
 
 def parse(
@@ -69,7 +75,7 @@ def parse(
     """
     given = [option for item in items for option in item.split(",") if option]
     remount = "remount" in given
-    read_only, allow_other, atime = False, privileged, "relatime"
+    read_only, allow_other, atime, subdir = False, privileged, "relatime", ""
     kernel = dict.fromkeys(["dev", "suid"] if privileged else [])
     overrides: dict[str, str] = {}
     for option in given:
@@ -87,6 +93,8 @@ def parse(
             read_only = option == "ro"
         elif option in ("allow_other", "noallow_other"):
             allow_other = option == "allow_other"
+        elif is_setting and name == "subdir":
+            subdir = value or "/"
         elif option == "remount" or remount and option.startswith(_REPEATED_PREFIXES):
             continue
         elif option in _ALWAYS or option in _FSTAB or option.startswith(_FSTAB_PREFIXES):
@@ -96,4 +104,5 @@ def parse(
             raise ConfigError(f"unknown option {option!r}{suggestion(name, valid, 'one')}")
     if atime == "noatime":
         kernel["noatime"] = None  # which mount(8) shows
-    return MountOptions(read_only, allow_other, list(kernel), atime, remount), overrides
+    options = MountOptions(read_only, allow_other, list(kernel), atime, remount, subdir)
+    return options, overrides

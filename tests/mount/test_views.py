@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from aifs.core import mountinfo
-from tests.support.mounts import call
+from tests.support.mounts import Mounted, aifs, call
 from tests.support.users import errno_of
 
 REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -207,3 +207,63 @@ print(ctypes.get_errno() if fd < 0 else 0)
     for words, expected in (([], 0), (without, errno.EPERM)):
         done = subprocess.run([*words, *command], check=True, capture_output=True, text=True)
         assert int(done.stdout) == expected
+
+
+# --- aifs mount -o subdir=DIR ---------------------------------------------------------------------
+
+
+def test_a_directory_of_the_store_is_mounted_elsewhere(
+    shared: Mounted, teams: Path, scratch: Path
+) -> None:
+    """Read-only beside a writer, writable, or all of it."""
+    below = f"subdir={teams.relative_to(shared.path)}/a"
+    view, whole = scratch / "view", scratch / "whole"
+    view.mkdir()
+    whole.mkdir()
+    aifs("mount", shared.source, view, "-o", f"{below},ro,noexec")
+    try:
+        (teams / "a/new").write_text("new")
+        assert (view / "new").read_text() == "new"
+        assert errno_of(os.unlink, view / "new") == errno.EROFS
+        assert os.statvfs(view).f_flag & (os.ST_RDONLY | os.ST_NOEXEC) == 9
+        assert os.listdir(view / "../view") == os.listdir(view)
+        refused = aifs("mount", shared.source, view, "-o", below, check=False)
+        assert refused.returncode and "is mounted here already" in refused.stderr
+        aifs("mount", shared.source, whole, "-o", "subdir=/,ro")
+        status = json.loads(aifs("status", whole, "--json").stdout)
+        assert status["mountpoint"] == str(shared.path)
+        aifs("umount", whole)
+    finally:
+        aifs("umount", view)
+    aifs("mount", shared.source, view, "-o", below)
+    (view / "new").unlink()
+    subprocess.run(["umount", view], check=True)
+    assert shared.is_alive() and not os.path.exists(teams / "a/new")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("subdir=../x", "leads above the directory"),
+        ("subdir=none", "No such file"),
+        ("subdir=/,layout.unit=4KiB", "-o layout.unit: with subdir it is the other mount's"),
+        ("subdir=/,sync", "-o sync: with subdir"),
+    ],
+)
+def test_wrong_directories(shared: Mounted, scratch: Path, options: str, said: str) -> None:
+    done = aifs("mount", shared.source, scratch, "-o", options, check=False)
+    assert done.returncode and said in done.stderr and not os.path.ismount(scratch)
+
+
+def test_a_symlink_leads_nowhere(shared: Mounted, on_mount: Path, scratch: Path) -> None:
+    (on_mount / "link").symlink_to("/etc")
+    subdir = f"subdir={on_mount.relative_to(shared.path)}/link"
+    done = aifs("mount", shared.source, scratch, "-o", subdir, check=False)
+    assert done.returncode == 1 and "Not a directory" in done.stderr
+
+
+def test_the_store_has_to_be_mounted(scratch: Path) -> None:
+    aifs("format", scratch / "store")
+    (scratch / "mnt").mkdir()
+    done = aifs("mount", scratch / "store", scratch / "mnt", "-o", "subdir=/", check=False)
+    assert done.returncode == 6 and "is not mounted on this host" in done.stderr

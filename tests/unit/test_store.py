@@ -83,6 +83,12 @@ def write_yaml(tmp_path: Path, burst: str) -> str:
     return str(path)
 
 
+def test_its_owner_alone_may_enter_the_directories_of_a_store(tmp_path: Path) -> None:
+    config = make_store(tmp_path / "store")
+    for path in (config.meta.directory, *config.servers, *config.burst.directories):
+        assert Path(path).stat().st_mode & 0o777 == 0o700, path
+
+
 def test_burst_directories_are_registered_beside_data_servers(tmp_path: Path) -> None:
     config = make_store(tmp_path / "store")
     table = table_of(config)
