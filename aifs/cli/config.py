@@ -1,5 +1,7 @@
 """``aifs config``: the configuration that is in force, and changing it while a store is mounted."""
 
+import os
+
 import click
 
 from aifs.cli import door
@@ -11,7 +13,8 @@ _EXAMPLES = """
 aifs config show /srv/store
 aifs config show /etc/aifs/cluster.yaml -o layout.unit=4MiB
 aifs config show /mnt/store
-aifs config set /mnt/store burst.drain_bandwidth 200MiB
+aifs config set /mnt/store burst.drain_bandwidth 200MiB --save
+aifs config set /srv/store layout.unit 4MiB
 """
 
 _KEYS = (Column("key"), Column("value"), Column("from"))
@@ -105,15 +108,23 @@ def check_command(source: str, options: tuple[str, ...]) -> Report:
 
 
 @config_command.command("set", examples=_EXAMPLES)
-@click.argument("mountpoint", type=PATH)
+@click.argument("place", type=PATH, metavar="SOURCE|MOUNTPOINT")
 @click.argument("key")
 @click.argument("value")
-def set_command(mountpoint: str, key: str, value: str) -> Report:
-    """Have the mount at MOUNTPOINT use another VALUE for KEY, until it is mounted again: write it
-    into the YAML of the store to keep it. For root, and for the user who has mounted.
+@click.option("--save", is_flag=True, help="Of a mount: write it into the file of the store, too.")
+def set_command(place: str, key: str, value: str, save: bool) -> Report:
+    """Have the mount at MOUNTPOINT use another VALUE for KEY, until it is mounted again, or, with
+    --save, from now on. For root, and for the user who has mounted.
 
-    aifs config show MOUNTPOINT shows which keys can change.
+    aifs config show MOUNTPOINT shows which keys can change. With a SOURCE, VALUE is written into
+    its file (aifs.yaml in a directory) for the next mount. Comments in the file stay.
     """
+    mountpoint = aifs_at(place)
+    if not mountpoint and not os.path.isdir(place) and not os.path.isfile(place):
+        mountpoint = require_aifs(place)
+    if not mountpoint:
+        file, now = _save(place, key, value)
+        return Report({"key": key, "value": now, "file": file}, f"{file}: {key} is {now}")
     path = require_aifs(mountpoint)
     before = _known(read_in_force(path), key)
     try:
@@ -122,8 +133,25 @@ def set_command(mountpoint: str, key: str, value: str) -> Report:
         raise ConfigError(error.strerror or str(error)) from None
     now = read_in_force(path)[key]["value"]
     old = before["value"]
-    text = f"{key} is {now} until the next mount, and was {old}"
+    until = " until the next mount"
+    if save:
+        file, _ = _save(door.read_status(path)["source"], key, now)
+        until = f", also in {file}"
+    text = f"{key} is {now}{until}, and was {old}"
     return Report({"key": key, "value": now, "before": old}, text)
+
+
+def _save(source: str, key: str, value: str) -> tuple[str, str]:
+    """Write a value into the file of SOURCE, after a check of all of it; the file, and the value
+    as it is written."""
+    from aifs.core import config, config_file
+
+    if key in ("servers", "burst.directories"):
+        raise ConfigError(f"{key}: the store knows these: aifs server add and rm change them")
+    checked = config.load(source, {key: value})
+    now = next(text for name, text, _ in checked.settings() if name == key)
+    config_file.save(checked.file, {key: now})
+    return checked.file, now
 
 
 def read_in_force(mountpoint: str) -> dict[str, dict[str, str]]:

@@ -30,29 +30,47 @@ _WITHOUT_PLUGINS = "PYDANTIC_DISABLE_PLUGINS", "__all__"
 @command(
     "format",
     short_help="Make an empty store.",
-    examples="aifs format /srv/store\naifs format /etc/aifs/cluster.yaml",
+    examples="aifs format /srv/store\n"
+    "aifs format /srv/store -o servers=/mnt/a:/mnt/b -o layout.replicas=2\n"
+    "aifs format /etc/aifs/cluster.yaml",
 )
 @click.argument("source", type=PATH)
 @click.option(
+    "-o",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE,...",
+    help="Keys of the configuration, which are written into SOURCE/aifs.yaml.",
+)
+@click.option(
     "--force", is_flag=True, help="Erase a store that is there already, with all files in it."
 )
-def format_command(source: str, force: bool) -> Report:
+def format_command(source: str, options: tuple[str, ...], force: bool) -> Report:
     """Make an empty store in SOURCE, a directory or a YAML file.
 
     Makes the directories of the metadata, the data servers and the burst tier, and marks each as
     part of this store. Directories that are not empty are refused, as is a SOURCE that holds
-    anything except its aifs.yaml.
+    anything except its aifs.yaml. That file is made, with the keys that are given.
     """
-    from aifs.core import config
+    from aifs.core import config, config_file
+    from aifs.fuse.options import parse
     from aifs.store.store import format_store
 
-    loaded = config.load(source, {})
+    _, overrides = parse(options, config.known_keys(), privileged=False)
+    is_directory = config.is_directory_source(source)
+    if overrides and not is_directory:
+        raise click.UsageError(f"-o is for a directory as SOURCE; write the keys into {source}")
+    loaded = config.load(source, overrides)
     made = {
         "uuid": format_store(loaded, force),
         "metadata": loaded.meta.directory,
         "servers": loaded.servers,
         "burst": loaded.burst.directories,
     }
+    if is_directory:
+        lists = {"servers": loaded.servers, "burst.directories": loaded.burst.directories}
+        given = (one for one in loaded.settings() if one[0] in overrides)
+        config_file.save(loaded.file, {key: lists.get(key, text) for key, text, _ in given})
     facts = [("uuid", made["uuid"]), ("metadata", loaded.meta.directory)]
     facts += [(f"server {number}", path) for number, path in enumerate(loaded.servers)]
     facts += [(f"burst {number}", path) for number, path in enumerate(loaded.burst.directories)]

@@ -15,7 +15,7 @@ import click
 from aifs.cli import door
 from aifs.cli.command import DURATION, PATH, SERVER, Column, Report, Table, group, number
 from aifs.cli.door import aifs_at, holder_of, mount_of, read_status
-from aifs.cli.output import count, duration, print_error, progress, rate, size
+from aifs.cli.output import count, describe_error, duration, print_error, progress, rate, size
 from aifs.core.errors import (
     AifsError,
     FsError,
@@ -335,24 +335,28 @@ def rm_command(
                 await trio.sleep(_PAUSE_MAX_S)
 
     source, paths = trio.run(remove)
-    _warn_if_named(source, paths)
+    _leave_out(source, paths)
     return Report(which, f"{_described(which)} is removed from the store")
 
 
-def _warn_if_named(source: str, paths: list[str]) -> None:
-    """Warn of a configuration file that names a directory which left the store: it could not be
-    mounted."""
-    from aifs.core import config
+def _leave_out(source: str, paths: list[str]) -> None:
+    """Take directories that left the store out of its configuration file: it could not be mounted
+    with them."""
+    from aifs.core import config, config_file
 
-    if config.is_directory_source(source):
-        return
-    loaded = config.load(source, {})
-    named = set(map(os.path.realpath, (*loaded.servers, *loaded.burst.directories)))
-    for path in (path for path in paths if os.path.realpath(path) in named):
-        print_error(
-            f"warning: {source} still names {path}: take it out of the file, or the next mount is "
-            "refused"
-        )
+    file = config.load(source, {}).file
+    above = os.path.dirname(file)
+    gone = {*map(os.path.realpath, paths), *paths}
+
+    def is_gone(text: str) -> bool:
+        return text in gone or os.path.realpath(os.path.join(above, text)) in gone
+
+    for key in ("servers", "burst.directories"):
+        try:
+            if config_file.leave_out(file, key, is_gone):
+                print_error(f"{file} names it no more")
+        except OSError as error:
+            print_error(f"warning: {file} may still name {paths[0]}: {describe_error(error)}")
 
 
 async def _removal(

@@ -72,3 +72,33 @@ def test_one_key_of_the_configuration(shared: Mounted):
     of_source = json.loads(aifs("config", "get", shared.source, "layout.unit", "--json").stdout)
     assert of_source.keys() == {"value", "origin"}
     assert "data.movers" in aifs("config", "get", shared.path, "data.mover", check=False).stderr
+
+
+def test_a_value_is_kept_in_the_file(scratch: Path) -> None:
+    """From the beginning, of a mount, and of a store that is not mounted."""
+    source, path = scratch / "store", scratch / "mnt"
+    path.mkdir()
+    places = f"servers={scratch}/a:{scratch}/b"
+    aifs("format", source, "-o", f"{places},layout.unit=1MiB", "-o", "data.movers=0")
+
+    def value(key: str, place: Path = source) -> str:
+        return aifs("config", "get", place, key).stdout.strip()
+
+    file = source / "aifs.yaml"
+    assert file.read_text().startswith("# The configuration of this store")
+    assert value("servers") == f"{scratch}/a:{scratch}/b" and value("layout.unit") == "1MiB"
+    aifs("mount", source, path)
+    aifs("config", "set", path, "burst.drain_bandwidth", "7MiB", "--save")
+    aifs("server", "drain", path, "0", "--wait")
+    assert f"{file} names it no more" in aifs("server", "rm", path, "0").stderr
+    aifs("umount", path)
+    aifs("config", "set", source, "layout.unit", "2MiB")
+    wrong = aifs("config", "set", source, "layout.unit", "5", check=False)
+    assert wrong.returncode == 3 and "a multiple of 4096" in wrong.stderr
+    assert aifs("config", "set", source, "servers", "/x", check=False).returncode == 3
+    aifs("mount", source, path)
+    assert value("burst.drain_bandwidth", path) == "7MiB" and value("layout.unit", path) == "2MiB"
+    assert value("servers", path) == f"{scratch}/b"
+    aifs("umount", path)
+    assert "not used" not in aifs("meta", "ls", source).stderr
+    aifs("fsck", source)
