@@ -2,20 +2,24 @@
 for Kubernetes.
 
 commands.md  the commands, of the tree of click
-config.md    the configuration keys, of config/default.yaml
+config.md, config.schema.json    the configuration keys, of config/default.yaml
 hints.md     the hints and calls, of their rows
 metrics.md   the metrics, of the table of figures
 aifs.yaml    the manifests, of the chart
 """
 
+import json
 import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
+from pydantic import BaseModel
 
 from aifs.cli.main import cli
+from aifs.core import config
 from aifs.watch.figures import FIGURES
 from scripts import chart, hint_text
 
@@ -30,6 +34,7 @@ def documents() -> dict[str, str]:
         "deploy/kubernetes/aifs.yaml": chart.render(),
         "docs/reference/commands.md": "\n".join(_commands()) + "\n",
         "docs/reference/config.md": "\n".join(_config()) + "\n",
+        "docs/reference/config.schema.json": json.dumps(_schema(), indent=1) + "\n",
         "docs/reference/hints.md": hint_text.reference(),
         "docs/reference/metrics.md": "\n".join(_metrics()) + "\n",
     }
@@ -66,8 +71,56 @@ def _config() -> Iterator[str]:
     yield from _head(
         "Configuration keys",
         "Each key by its dotted path, with its default, as the YAML file of a store has it, or"
-        " `aifs mount -o KEY=VALUE`.",
+        " `aifs mount -o KEY=VALUE`. Editors check such a file by [a schema](config.schema.json).",
     )
+    for path, value, comment in _keys():
+        yield from (f"## {path}", "", f"Default: `{value}`", "")
+        yield from (*_wrapped(comment), "") if comment else ()
+
+
+def _schema() -> dict[str, Any]:
+    """JSON schema of the YAML file, with sections and with dotted keys."""
+    properties: dict[str, Any] = {}
+    allowed = dict(_allowed(config.Config))
+    for path, default, comment in _keys():
+        kind = allowed[path]
+        text = "\n".join([*comment, "", f"{kind}. Default: {default}"])
+        one: dict[str, Any] = {"description": text}
+        if kind.startswith("one of "):
+            choices = kind.removeprefix("one of ").split(", ")
+            # YAML 1.1 takes the word off for false.
+            one["enum"] = [*choices, *[False] * ("off" in choices), None]
+        elif kind.startswith("a whole number"):
+            one["type"] = ["integer", "string", "null"]
+        elif not kind.startswith("a list"):
+            one["type"] = ["string", "number", "boolean", "null"]
+        section, _, name = path.rpartition(".")
+        if not section:
+            properties[path] = one
+            continue
+        empty = {"type": ["object", "null"], "additionalProperties": False, "properties": {}}
+        properties.setdefault(section, empty)["properties"][name] = one
+        properties[path] = {"$ref": f"#/properties/{section}/properties/{name}"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "The configuration of a store of AIFS",
+        "type": ["object", "null"],
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
+def _allowed(model: type[BaseModel], section: str = "") -> Iterator[tuple[str, str]]:
+    """The values that each dotted key can have, in words."""
+    for name, field in model.model_fields.items():
+        if field.metadata:
+            yield f"{section}{field.alias or name}", field.metadata[0].allowed
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _allowed(field.annotation, f"{name}.")
+
+
+def _keys() -> Iterator[tuple[str, str, list[str]]]:
+    """Each dotted key with its default and the lines of its comment."""
     section, comment = "", list[str]()
     for line in (ROOT / "config/default.yaml").read_text().splitlines():
         if found := re.fullmatch(r"( *)(\w+):(?: (.*))?", line):
@@ -75,9 +128,7 @@ def _config() -> Iterator[str]:
             if not indent and value is None:
                 section = f"{key}."
             else:
-                path = section + key if indent else key
-                yield from (f"## {path}", "", f"Default: `{value}`", "")
-                yield from (*_wrapped(comment), "") if comment else ()
+                yield section + key if indent else key, value, comment
             comment = []
         elif line.strip():
             comment.append(line.strip().removeprefix("#").removeprefix(" "))

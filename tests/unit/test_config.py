@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 
@@ -435,3 +436,23 @@ def test_other_machines_need_a_secret_for_metrics(tmp_path: Path, listen: str) -
 def test_where_metrics_cannot_be_served(tmp_path: Path, listen: str) -> None:
     with pytest.raises(ConfigError, match="is not ADDRESS:PORT, .* or an absolute path"):
         config.load(str(tmp_path), {"metrics.listen": listen})
+
+
+# --- the schema -----------------------------------------------------------------------------------
+
+
+def test_the_schema_has_each_key_and_the_values_of_choices(tmp_path: Path) -> None:
+    schema = json.loads(
+        (Path(__file__).parents[2] / "docs/reference/config.schema.json").read_text()
+    )
+    properties = schema["properties"]
+    sections = {key.split(".")[0] for key in config.known_keys() if "." in key}
+    assert properties.keys() == {*config.known_keys(), *sections}
+    for key in config.known_keys():
+        section, _, name = key.partition(".")
+        one = properties[section]["properties"][name] if name else properties[key]
+        assert one["description"]
+        for value in one.get("enum", ()):
+            if key != "meta.engine":
+                (tmp_path / "aifs.yaml").write_text(json.dumps({key: value}))
+                config.load(str(tmp_path), {})
