@@ -21,7 +21,7 @@ from aifs.data.containers.files import ContainerEntry, ContainerFiles
 from aifs.data.inspecting.column_source import ColumnSource, ContainerColumn
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.holes import InObjects, Source
-from aifs.data.objects.object_set import ObjectSet
+from aifs.data.objects.object_set import ObjectSet, Reading
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import Extent
@@ -138,10 +138,12 @@ class MakingTools:
             origin.ino,
             origin.oid,
             background=self.mover.io_priority,
-            unread=origin.unread,
-            on_damage=partial(self.on_damage, origin.layout),
-            digests=_loaded(origin.digests),
-            verify=self.verify,
+            reading=Reading(
+                origin.unread,
+                partial(self.on_damage, origin.layout),
+                _loaded(origin.digests),
+                self.verify,
+            ),
         )
         with closing(objects):
             yield objects

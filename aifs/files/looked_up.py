@@ -18,10 +18,8 @@ from aifs.core.names import NAME_MAX
 from aifs.files.kernel import Kernel
 from aifs.meta import keys
 from aifs.meta.kv import Engine, ReadTransaction, Result, Transaction, answers
+from aifs.meta.namespace import Name
 from aifs.meta.records import decode_dentry
-
-Name = tuple[int, bytes]
-"""Of a directory, and in it."""
 
 _KEPT_S = 10.0
 """More than the kernel keeps a name (4.5 s) before it looks it up anew."""

@@ -6,7 +6,7 @@ from aifs.burst.making import MakingTools
 from aifs.burst.movers import Movers
 from aifs.burst.pool import Pool
 from aifs.burst.transfer import Mover
-from aifs.data.objects.object_set import Bytes, Followed, ObjectSet
+from aifs.data.objects.object_set import Bytes, Followed, ObjectSet, Reading
 from aifs.data.objects.together import Sharing
 from aifs.data.servers import Servers
 from aifs.files.containers import Containers
@@ -77,12 +77,14 @@ class ObjectSets:
             layout,
             ino,
             oid,
-            unread=unread,
-            on_damage=partial(self._damaged, layout),
-            digests=load if checked else None,
-            verify=self._verify,
-            shared=None if join is None else Sharing(load, join),
-            near=is_read,
+            reading=Reading(
+                unread,
+                partial(self._damaged, layout),
+                digests=load if checked else None,
+                verify=self._verify,
+                shared=None if join is None else Sharing(load, join),
+                near=is_read,
+            ),
         )
 
     async def to_be_copied(self, inode: Inode) -> Bytes | Followed:

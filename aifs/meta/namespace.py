@@ -495,12 +495,14 @@ class Overtaken(Exception):
     """A premise of the caller has changed: where a name leads, or a directory's group."""
 
 
+Name = tuple[int, bytes]
+"""A directory, and a name in it."""
+
+
 def rename(
     tx: Transaction,
-    parent: int,
-    name: bytes,
-    new_parent: int,
-    new_name: bytes,
+    old: Name,
+    new: Name,
     flags: int,
     cookies: tuple[int, int],
     now: int,
@@ -514,6 +516,7 @@ def rename(
     has lost this one (as ``unlink``). None: there was none, or both names lead to one file (no
     change).
     """
+    (parent, name), (new_parent, new_name) = old, new
     if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
         raise Invalid("unknown or contradicting rename flags")
     dentry = get_dentry(tx, parent, name)

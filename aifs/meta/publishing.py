@@ -15,6 +15,7 @@ from aifs.core.names import is_name
 from aifs.meta import dooming, forms, groups, keys, namespace
 from aifs.meta.askers import Asker, decode_asker
 from aifs.meta.kv import ReadTransaction, Transaction, grows
+from aifs.meta.namespace import Name
 from aifs.meta.records import Inode, decode_entry
 from aifs.meta.trash import Remover
 
@@ -48,10 +49,8 @@ def decode_kept(record: bytes) -> Kept:
 
 def rename(
     tx: Transaction,
-    parent: int,
-    name: bytes,
-    new_parent: int,
-    new_name: bytes,
+    old: Name,
+    new: Name,
     flags: int,
     cookies: tuple[int, int],
     now: int,
@@ -62,9 +61,7 @@ def rename(
     """namespace.rename of ``durable`` inode numbers; also publishes a pending directory. ``quiet``:
     synced files below, whose dirty marks go with it. Raises Busy if members are missing, and as
     that."""
-    inode, other = namespace.rename(
-        tx, parent, name, new_parent, new_name, flags, cookies, now, durable, by
-    )
+    inode, other = namespace.rename(tx, old, new, flags, cookies, now, durable, by)
     if inode.is_dir:
         groups.conclude(tx, inode.ino)
     if flags & namespace.RENAME_EXCHANGE and other is not None and other.is_dir:
@@ -117,8 +114,7 @@ class Published(NamedTuple):
     """A publication: the directory now, its old name, files that lost a name, the doomed tree."""
 
     inode: Inode
-    old_parent: int
-    old_name: bytes
+    old: Name
     unlinked: list[Inode]
     doomed: Inode | None
 
@@ -153,21 +149,19 @@ def publish(
     or manifest), Invalid.
     """
     inode = namespace.get_directory(tx, what.ino)
-    old_name, old_parent = name_of(tx, inode), inode.parent
+    old, final = (inode.parent, name_of(tx, inode)), (what.parent, what.name)
     if what.manifest and not namespace.lookup(tx, inode.ino, what.manifest).is_file:
         raise Invalid(f"publish: {what.manifest!r} is not a regular file")
     doomed, unlinked = None, []
-    there = find(tx, what.parent, what.name)
+    there = find(tx, *final)
     if there is not None and there.ino != inode.ino:
         if what.exclusive:
             raise Exists()
         if not there.is_dir:
             raise NotADirectory()
         if what.replace:
-            doomed = dooming.doom(tx, what.parent, what.name, now, owner[0], by)
-    inode, replaced = namespace.rename(
-        tx, old_parent, old_name, what.parent, what.name, 0, (ids[0], ids[1]), now, (inode.ino,)
-    )
+            doomed = dooming.doom(tx, *final, now, owner[0], by)
+    inode, replaced = namespace.rename(tx, old, final, 0, (ids[0], ids[1]), now, (inode.ino,))
     if replaced is not None:
         unlinked.append(replaced)
     inode.shown_ns = now
@@ -196,7 +190,7 @@ def publish(
             data=what.content or None,
         )
         unlinked += _put_pointer(tx, what.parent, what.tracker, file, now)
-    return Published(inode, old_parent, old_name, unlinked, doomed)
+    return Published(inode, old, unlinked, doomed)
 
 
 _SYMLINK = 0o120777

@@ -17,11 +17,12 @@ from aifs.files import permissions, rights, virtual
 from aifs.files.asks import DIRECTORY, Ask, Hint, HintCall
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
-from aifs.files.looked_up import Name, if_looked_up
+from aifs.files.looked_up import if_looked_up
 from aifs.files.services import Services
 from aifs.files.types import ROOT, CallerLike
 from aifs.meta import forms, keys, namespace, publishing
 from aifs.meta.kv import ReadTransaction, Transaction, answers
+from aifs.meta.namespace import Name
 from aifs.meta.publishing import Publication, Published
 from aifs.meta.records import Dentry, Inode
 from aifs.meta.trash import Remover
@@ -136,6 +137,7 @@ class Publishing:
         policy is to publish from the capacity tier, ReadOnly for virtual names, Stale for a
         directory as ``Names.rmdir``; then nothing is renamed. The kernel checks rights.
         """
+        old, new = (parent, name), (new_parent, new_name)
         virtual.require_on_record(new_parent)
         self._looked_up.changed_here(parent, new_parent)
         while True:
@@ -146,11 +148,9 @@ class Publishing:
                 raise
             known: Mapping[Name, int] = {}
             if moving.type == _DIRECTORY:
-                known = await self._looked_up.of((parent, name), (new_parent, new_name))
+                known = await self._looked_up.of(old, new)
             with self._refusals.noted(moving.ino, caller, "rename"), suppress(namespace.Overtaken):
-                inode, other, synced = await self._rename(
-                    moving, parent, name, new_parent, new_name, flags, known, caller
-                )
+                inode, other, synced = await self._rename(moving, old, new, flags, known, caller)
                 break
         self._io.table.adopt(inode)
         if other is not None:
@@ -165,10 +165,8 @@ class Publishing:
     async def _rename(
         self,
         moving: Dentry,
-        parent: int,
-        name: bytes,
-        new_parent: int,
-        new_name: bytes,
+        old: Name,
+        new: Name,
         flags: int,
         known: Mapping[Name, int],
         caller: CallerLike,
@@ -176,10 +174,10 @@ class Publishing:
         """See namespace.rename; also the files that had to be synced. Raises Overtaken if a name
         leads elsewhere; Stale if a ``known`` one does."""
         named = [moving]
-        synced = await self._ready.make_durable(moving, new_parent)
+        synced = await self._ready.make_durable(moving, new[0])
         if flags == namespace.RENAME_EXCHANGE:
-            named.append(await self._engine.view(namespace.get_dentry, new_parent, new_name))
-            synced |= await self._ready.make_durable(named[1], parent)
+            named.append(await self._engine.view(namespace.get_dentry, *new))
+            synced |= await self._ready.make_durable(named[1], old[0])
         directories = [dentry.ino for dentry in named if dentry.type == _DIRECTORY]
         faults.reach(_DURABLE)
         cookies = (await self._ids.take(), await self._ids.take())
@@ -189,10 +187,8 @@ class Publishing:
                     if_looked_up,
                     known,
                     publishing.rename,
-                    parent,
-                    name,
-                    new_parent,
-                    new_name,
+                    old,
+                    new,
                     flags,
                     cookies,
                     clock.kernel_ns(),
@@ -281,8 +277,7 @@ class Publishing:
             self.published += 1
             self._drain.published(synced)
             # Programs may work in the directory, and in what has got its new name.
-            moved = (done.old_parent, done.old_name), (what.parent, what.name)
-            await self._kernel.look_up_anew(moved)
+            await self._kernel.look_up_anew((done.old, (what.parent, what.name)))
             pointers = [(what.parent, name) for name in (what.latest, what.tracker) if name]
             await self._kernel.forget_names(pointers)
             await self._engine.shown()

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from aifs.core.errors import FsError, NoSpace, Unavailable
 from aifs.data.latency import Hedging
 from aifs.data.objects.columns import Columns
-from aifs.data.objects.object_set import ObjectSet
+from aifs.data.objects.object_set import ObjectSet, Reading
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
@@ -84,8 +84,10 @@ async def quiet(servers: Servers) -> None:
 
 
 @contextmanager
-def opened(servers: Servers, layout: Striped, oid: int, **options: object) -> Iterator[ObjectSet]:
-    objects = ObjectSet(servers, layout, INO, oid, **options)
+def opened(
+    servers: Servers, layout: Striped, oid: int, new: bool = False, **reading: object
+) -> Iterator[ObjectSet]:
+    objects = ObjectSet(servers, layout, INO, oid, new=new, reading=Reading(**reading))
     try:
         yield objects
     finally:

@@ -160,7 +160,7 @@ async def test_a_rename_and_an_unlink_of_one_name_count_one_after_the_other(clus
     a, b = await two_with_root(cluster)
     await create(a, b"f", 10)
     await caught_up(b)
-    moved = (ROOT_INO, b"f", ROOT_INO, b"g", 0, (30, 31), 6, {10})
+    moved = ((ROOT_INO, b"f"), (ROOT_INO, b"g"), 0, (30, 31), 6, {10})
     await a.transact(namespace.rename, *moved)
     with pytest.raises(NotFound):
         await b.transact(namespace.unlink, ROOT_INO, b"f", 6)

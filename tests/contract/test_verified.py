@@ -10,7 +10,7 @@ import pytest
 
 from aifs.core.errors import Unavailable
 from aifs.data.checking.checks import DIGEST_BYTES, DIGESTS_AT_ONCE, digests_of, suspect_sets
-from aifs.data.objects.object_set import ObjectSet
+from aifs.data.objects.object_set import ObjectSet, Reading
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped
 from aifs.meta import keys
@@ -66,9 +66,8 @@ class File:
         def on_damage(oid: int, ino: int, column: int) -> None:
             self.damage.append((oid, ino, column))
 
-        return ObjectSet(
-            self.servers, self.layout, INO, OID, unread=lost, on_damage=on_damage, digests=load
-        )
+        reading = Reading(lost, on_damage, load)
+        return ObjectSet(self.servers, self.layout, INO, OID, reading=reading)
 
     def path(self, column: int) -> Path:
         return Path(self.servers[self.layout.servers[column]].where((INO, OID)))

@@ -18,7 +18,7 @@ from aifs.core.errors import Unavailable
 from aifs.data.checking.checks import Untold, digests_of
 from aifs.data.containers.files import ContainerEntry
 from aifs.data.objects.holes import InObjects
-from aifs.data.objects.object_set import ObjectSet
+from aifs.data.objects.object_set import ObjectSet, Reading
 from aifs.layout.interleaved import Extent, Interleaved, Location, container_layout
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, keys
@@ -77,7 +77,9 @@ async def read_objects(fs: Filesystem, target: NewObjects, digests: bytes) -> by
     async def load(number: int) -> tuple[int, bytes]:
         return 0, digests
 
-    objects = ObjectSet(fs.store.servers, target.layout, target.ino, target.oid, digests=load)
+    objects = ObjectSet(
+        fs.store.servers, target.layout, target.ino, target.oid, reading=Reading(digests=load)
+    )
     data = memoryview(bytearray(len(DATA)))
     await objects.read_into(0, data, len(DATA))
     objects.close()

@@ -169,8 +169,8 @@ class OtherHost:
         names = [(parent, name)] + [(new_parent, new_name)] * bool(flags)
         view = self._fs.store.engine.view
         moved = [(await view(namespace.get_dentry, *each)).ino for each in names]
-        args = (parent, name, new_parent, new_name, flags, cookies, time.time_ns(), moved)
-        await self.run(namespace.rename, *args)
+        old, new = (parent, name), (new_parent, new_name)
+        await self.run(namespace.rename, old, new, flags, cookies, time.time_ns(), moved)
 
     async def change(self, ino: int, **fields: Any) -> None:
         """These fields of an inode have other values."""

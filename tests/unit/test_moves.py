@@ -273,7 +273,7 @@ async def test_paths_are_told_from_below():
         put(tx, 10, 1, b"dir", stat.S_IFDIR | 0o755)
         put(tx, 11, 10, b"a\xff", stat.S_IFREG | 0o600)
         put(tx, 12, 10, b"b", stat.S_IFREG | 0o600)
-        namespace.rename(tx, 10, b"b", 1, b"c", 0, (13, 14), 5, (12,))
+        namespace.rename(tx, (10, b"b"), (1, b"c"), 0, (13, 14), 5, (12,))
         put(tx, 15, 10, b"d", stat.S_IFREG | 0o600)
         namespace.link(tx, 15, 1, b"e", 16, 5)
 

@@ -102,7 +102,7 @@ async def test_the_name_is_found_after_any_number_of_moves(engine: MemoryEngine)
         old = await engine.view(lambda tx: publishing.name_of(tx, namespace.get_inode(tx, 7)))
         assert old == (b"7", b"a", b"b")[number]
         cookies = (100 + number, 0)
-        names = (ROOT, old, ROOT, name)
+        names = (ROOT, old), (ROOT, name)
         await engine.transact(publishing.rename, *names, 0, cookies, 1, [7], (), None)
     with pytest.raises(NotFound):
         await engine.view(lambda tx: publishing.name_of(tx, namespace.get_inode(tx, ROOT)))

@@ -141,7 +141,7 @@ class Store:
         elif kind == "rename":
             flags = namespace.RENAME_EXCHANGE if number % 3 == 0 else 0
             cookies = self.fresh(), self.fresh()
-            namespace.rename(tx, parent, name, other, target, flags, cookies, 1, inos)
+            namespace.rename(tx, (parent, name), (other, target), flags, cookies, 1, inos)
         elif kind == "set":
             quotas.put(tx, namespace.get_directory(tx, parent), number, None)
         elif kind == "remove":

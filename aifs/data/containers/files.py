@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from aifs.core.errors import Unavailable
 from aifs.data import chunk_codec
 from aifs.data.checking.checks import Untold
-from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM, object_name
+from aifs.data.objects.cached_reads import Fetching, object_name
 from aifs.data.objects.checked_reads import Wrong, put_right
 from aifs.data.objects.columns import Columns
-from aifs.data.objects.object_set import ObjectSet, OnDamage
+from aifs.data.objects.object_set import ObjectSet, OnDamage, Reading
 from aifs.data.patience import gives_up, in_time
-from aifs.data.reading.read_cache import BLOCK, BLOCK_MAX, FilledSource
+from aifs.data.reading.read_cache import BLOCK_MAX, FilledSource
 from aifs.data.server import DataServer, MissingObject
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import HEADER_BYTES, Location
@@ -284,12 +284,12 @@ class ContainerFiles:
             layout,
             0,
             container,
-            unread=entry.unread,
-            on_damage=partial(self._damaged, layout),
-            block=BLOCK if layout.is_protected else STRIPE_BLOCK,
-            window=0 if layout.is_protected else window,
-            whole_from=WHOLE_BLOCKS_FROM if layout.is_protected else 0,
-            near=True,
+            reading=Reading(
+                entry.unread,
+                partial(self._damaged, layout),
+                near=True,
+                fetching=Fetching() if layout.is_protected else Fetching(STRIPE_BLOCK, window, 0),
+            ),
         )
 
     def _damaged(self, layout: Striped, container: int, ino: int, column: int) -> None:

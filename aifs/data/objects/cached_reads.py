@@ -9,7 +9,7 @@ that pays; the rest is asked of workers, for all columns at once.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from aifs.core.errors import FsError
 from aifs.data.objects.columns import Columns
@@ -98,29 +98,31 @@ class Stage(Protocol):
         """The file is read no more. Does not block."""
 
 
+class Fetching(NamedTuple):
+    """How much is asked for at a time."""
+
+    block: int = BLOCK
+    """Bytes per fetch."""
+    window: int = 0
+    """Longest read-ahead; 0: as the cache allows."""
+    whole_from: int = WHOLE_BLOCKS_FROM
+    """Requests of so many bytes fetch whole blocks without a stream."""
+
+
 class CachedReads:
     """One per user of an object set; blocks are shared. The cache is used only for unchanged
     objects."""
 
-    def __init__(
-        self,
-        servers: Servers,
-        columns: Columns,
-        block: int = BLOCK,
-        window: int = 0,
-        whole_from: int = WHOLE_BLOCKS_FROM,
-    ) -> None:
-        """``block``: bytes per fetch. ``window``: longest read-ahead; 0: as the cache allows.
-        ``whole_from``: requests of so many bytes fetch whole blocks without a stream."""
-        self.block = block
+    def __init__(self, servers: Servers, columns: Columns, fetching: Fetching) -> None:
+        self.block = fetching.block
         self._cache = cache = servers.cache
         self._buffers = servers.buffers
         self._layout = layout = columns.layout
         self._own = range(layout.width)
         self._is_one = layout.width == 1
         self._columns = columns
-        self._window = window or cache.window_max
-        self._whole_from = whole_from
+        self._window = fetching.window or cache.window_max
+        self._whole_from = fetching.whole_from
         self._pattern = AccessPattern()
         self._sources: dict[int, ObjectSource] = {}
 

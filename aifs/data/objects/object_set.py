@@ -10,13 +10,13 @@ large file takes long.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from aifs.core.errors import FsError
 from aifs.data.checking.checks import HASHED
 from aifs.data.objects.cached_reads import (
-    WHOLE_BLOCKS_FROM,
     CachedReads,
+    Fetching,
     Stage,
     object_name,
     runs_of,
@@ -27,7 +27,6 @@ from aifs.data.objects.columns import Columns, Known, columns_of
 from aifs.data.objects.local_reads import LocalReads
 from aifs.data.objects.recovery import Recovery
 from aifs.data.objects.together import Sharing, TogetherReads
-from aifs.data.reading.read_cache import BLOCK
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.workers import Call, outcomes
@@ -80,6 +79,28 @@ class Bytes(Protocol):
         """Close descriptors once unused. Nothing is synced. Does not block."""
 
 
+def _ignore(oid: int, ino: int, column: int) -> None:
+    pass
+
+
+class Reading(NamedTuple):
+    """How an object set is read."""
+
+    unread: int = 0
+    """Mask of columns not to read."""
+    on_damage: OnDamage = _ignore
+    """Called once for each missing, short or wrong protected column."""
+    digests: LoadDigests | None = None
+    """Reads past the caches are compared with these checksums."""
+    verify: bool = True
+    """With ``digests``: so are all other reads."""
+    shared: Sharing | None = None
+    """Other hosts may read the file."""
+    near: bool = False
+    """Reads through caches are kept in Blocks."""
+    fetching: Fetching = Fetching()
+
+
 class ObjectSet:
     """All use of one file's objects by one user goes through one of these at a time. See Bytes.
 
@@ -97,25 +118,11 @@ class ObjectSet:
         *,
         new: bool = False,
         background: str = "",
-        unread: int = 0,
-        on_damage: OnDamage = lambda oid, ino, column: None,
-        digests: LoadDigests | None = None,
-        verify: bool = True,
-        shared: Sharing | None = None,
-        block: int = BLOCK,
-        window: int = 0,
-        whole_from: int = WHOLE_BLOCKS_FROM,
-        near: bool = False,
+        reading: Reading = Reading(),
     ) -> None:
         """Does no I/O. ``new``: no object of this oid was ever made, which spares asking.
-        ``background``: an I/O priority (core.files), for all calls, in workers. ``unread``: mask of
-        columns not to read. ``on_damage`` is called once for each missing, short or wrong protected
-        column.
-
-        With ``digests``, reads past the caches are compared with checksums; with ``verify`` all.
-        ``shared``: other hosts may read the file. ``near``: reads through caches are kept in
-        Blocks. The rest: see CachedReads.
-        """
+        ``background``: an I/O priority (core.files), for all calls, in workers."""
+        unread, on_damage, digests, verify, shared, near, fetching = reading
         self._servers = servers
         self._layout = layout
         self._key = (ino, oid)
@@ -124,7 +131,7 @@ class ObjectSet:
         self._columns = columns = Columns(
             servers, layout, ino, oid, new=new, background=background, on_short=self._short
         )
-        self._cached = CachedReads(servers, columns, block, window, whole_from)
+        self._cached = CachedReads(servers, columns, fetching)
         top: Stage = self._cached
         self._recovery = None
         """How a protected set is read; None: it is not protected."""
