@@ -42,7 +42,7 @@ from aifs.core.errors import FsError, Unavailable
 from aifs.core.tasks import run_each
 from aifs.core.upkeep import Upkeep
 from aifs.files.collector import Collector
-from aifs.files.needs import Needs
+from aifs.files.damage import Needs
 from aifs.meta import chunks, degraded, keys, moves, namespace, shared
 from aifs.meta.kv import DamagedRecord, Engine, ReadTransaction, Transaction
 from aifs.meta.records import decode_inode

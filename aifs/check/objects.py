@@ -18,7 +18,6 @@ from aifs.check.table import NONE, UNREADABLE
 from aifs.core.errors import FsError
 from aifs.data.server import DataServer
 from aifs.data.storage import ASIDE, ForeignFile, Key, StoredObject
-from aifs.files.chunk_users import User, users_of
 from aifs.layout.interleaved import HEADER_BYTES, Location
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
@@ -27,6 +26,7 @@ from aifs.meta.chunks import Container
 from aifs.meta.degraded import put_unread
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Copy, Inode, decode_burst, decode_garbage, decode_inode
+from aifs.meta.server_uses import User, users_of
 from aifs.store.store import Store
 
 _BATCH = 2048

@@ -167,9 +167,3 @@ def union(records: Sequence[StartRecord]) -> list[HotFile]:
             if known is not file and known[1:4] == file[1:4]:
                 files[file.ino] = known.of(known.blocks | file.blocks)
     return list(files.values())
-
-
-def missed_bytes(record: StartRecord, planned: Iterable[HotFile]) -> int:
-    """How much of what a start has touched was not ``planned`` to be prefetched."""
-    known = {file[1:4]: file.blocks for file in planned}
-    return sum(file.of(file.blocks - known.get(file[1:4], set())).bytes for file in record.files)

@@ -11,7 +11,7 @@ from aifs.core.config import Config
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
-from aifs.files.needs import Needs
+from aifs.files.damage import Needs
 from aifs.files.open_inode import Lease, OpenInode
 from aifs.files.transitions import Flip, Transitions, alone
 from aifs.layout.hint import DEFAULT_POLICY, Policy

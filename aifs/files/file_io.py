@@ -23,9 +23,8 @@ from aifs.files.burst_io import BurstIO
 from aifs.files.by_home import ByHome, HomeHere
 from aifs.files.capacity_io import CapacityIO
 from aifs.files.containers import Containers
-from aifs.files.damage import Damage
+from aifs.files.damage import Damage, Needs
 from aifs.files.handles import Handles
-from aifs.files.needs import Needs
 from aifs.files.object_sets import ObjectSets
 from aifs.files.open_inode import OpenInode
 from aifs.files.open_inodes import OpenInodes

@@ -27,14 +27,6 @@ def require_may(directory: Inode, caller: CallerLike, wanted: int = WRITE | SEAR
         raise AccessDenied()
 
 
-def require_may_change(inode: Inode, caller: CallerLike) -> None:
-    """Raises AccessDenied or NotPermitted unless xattr(7) lets ``caller`` change attributes: with
-    write permission; of a sticky directory, as its owner."""
-    require_may(inode, caller, WRITE)
-    if inode.is_dir and inode.mode & stat.S_ISVTX:
-        require_owner(inode, caller)
-
-
 def is_member(gid: int, caller: CallerLike) -> bool:
     """Whether ``caller`` is of this group, or root."""
     return caller.uid == 0 or gid in groups_of(caller)

@@ -26,7 +26,6 @@ _DELEGATE = struct.Struct(">QH")
 DELEGATE_BYTES = _DELEGATE.size
 _NAMES, _OF_INODE = b"de", b"wxo"
 _INODE, _COPY = b"ib"
-_INO = struct.Struct("<Q")
 
 
 class Delegate(NamedTuple):

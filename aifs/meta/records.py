@@ -7,7 +7,7 @@ inode
     u32 gid, u32 nlink, u32 rdev, u64 size, u64 blocks (of 512 bytes), i64 atime, i64 mtime, i64
     ctime (ns), u64 parent (0: a file that has or had several), u64 oid, u32 unit (of the layout, in
     bytes), i64 birth (ns), u32 flags, u32 project, u16 length of the access ACL, u16 length of the
-    default ACL, then: policy, access ACL, default ACL (meta/xattrs.py), [u8 replicas, u8 parity
+    default ACL, then: policy, access ACL, default ACL (vfs/xattrs.py), [u8 replicas, u8 parity
     columns,] servers (u16 each, in the order of columns), burst copy (u16 server, u64 id), named
     (u64), inline bytes or pin to the end. form: 0 without a layout, 1 inline (the bytes are at the
     end; also symlink targets), 2 striped, 3 interleaved, 4 protected striped (which alone has what

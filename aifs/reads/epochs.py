@@ -40,9 +40,9 @@ from aifs.datasets.sequence import Epoch, EpochOrder, arithmetic_for
 from aifs.files import rights
 from aifs.files.asks import DIRECTORY, Hint, HintCall
 from aifs.files.file_io import FileIO
-from aifs.files.in_blocks import find_in_blocks
 from aifs.files.permissions import READ, SEARCH, asker_of, require_may
 from aifs.files.services import Services
+from aifs.files.stage import find_in_blocks
 from aifs.files.types import CallerLike
 from aifs.meta import namespace
 from aifs.meta.askers import Asker

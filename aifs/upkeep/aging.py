@@ -20,7 +20,6 @@ import trio
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.aging import AgeRule, format_age_rule, parse_age_rule
 from aifs.core.errors import FsError, Invalid, NotFound, Stale, Unavailable
-from aifs.core.log import logger
 from aifs.core.upkeep import Work
 from aifs.files import rights
 from aifs.files.asks import DIRECTORY, Hint
@@ -36,8 +35,6 @@ from aifs.meta.records import Inode, decode_inode
 from aifs.meta.slices import Walk, read_slice
 from aifs.upkeep.passes import Results
 from aifs.upkeep.relayout import Compressing, FileSubject, Relayout
-
-_log = logger(__name__)
 
 _INTERVAL_S = 3600.0
 _SLICE = 64  # inodes that are looked at in one go

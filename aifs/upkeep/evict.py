@@ -1,5 +1,5 @@
 """Eviction: a crowded burst tier drops clean copies, least recently used first, except needed ones
-(files/needs.py)."""
+(files/damage.py)."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -11,8 +11,8 @@ from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.errors import FsError
 from aifs.core.upkeep import NEVER_S
+from aifs.files.damage import Needs
 from aifs.files.file_io import FileIO
-from aifs.files.needs import Needs
 from aifs.files.services import Services
 from aifs.meta import forms
 

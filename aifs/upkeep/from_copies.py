@@ -23,18 +23,17 @@ from aifs.core.errors import FsError, NotFound, Stale
 from aifs.core.log import logger
 from aifs.data.checking.checks import DIGEST_BYTES, HASHED, CheckedPart, differ
 from aifs.data.server import DataServer
-from aifs.files.chunk_users import users_of
 from aifs.files.containers import Containers
+from aifs.files.damage import Needs
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
-from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.services import Services
 from aifs.layout.placement import DRAINING, LOST
 from aifs.meta import chunks, forms, namespace, shared
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Copy, Inode
-from aifs.meta.server_uses import scan_endangered
+from aifs.meta.server_uses import scan_endangered, users_of
 from aifs.meta.slices import Walk
 from aifs.upkeep.evict import Evictor
 from aifs.upkeep.scrub_state import Findings

@@ -19,17 +19,16 @@ from aifs.core.log import logger
 from aifs.data.checking.checks import Untold
 from aifs.data.objects.recovery import forget_columns
 from aifs.data.servers import Servers
-from aifs.files.chunk_users import users_of
 from aifs.files.containers import Containers
-from aifs.files.damage import Damage
+from aifs.files.damage import Damage, missing
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
-from aifs.files.needs import missing
 from aifs.files.services import Services
 from aifs.layout.placement import ACTIVE, LOST
 from aifs.meta import degraded, moves
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import Due, SetRecord
+from aifs.meta.server_uses import users_of
 from aifs.meta.slices import Walk
 from aifs.store.backup import Backup
 from aifs.upkeep.compaction import Compaction

@@ -31,12 +31,12 @@ from aifs.data.objects.columns import Columns
 from aifs.data.objects.recovery import forget_columns
 from aifs.data.reading.buffers import BudgetedBuffers
 from aifs.data.servers import Servers
-from aifs.files.chunk_users import User, users_of
 from aifs.layout.interleaved import STRIPE
 from aifs.layout.placement import LOST
 from aifs.meta import degraded, forms, moves, shared
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.moves import SetRecord
+from aifs.meta.server_uses import User, users_of
 
 _PATCHED = faults.declare("vfs.repair.patched", "wrong bytes are right, other hosts do not know it")
 

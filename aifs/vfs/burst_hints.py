@@ -25,13 +25,12 @@ from aifs.core.errors import (
 from aifs.data.reading.blocks import Blocks, NoBlocks
 from aifs.files import rights
 from aifs.files.asks import BOTH, FILE, Ask, Hint, HintCall, bare
+from aifs.files.damage import Needs
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
-from aifs.files.in_blocks import InBlocks, find_in_blocks
-from aifs.files.needs import Needs
 from aifs.files.open_inode import OpenInode
 from aifs.files.services import Services
-from aifs.files.stage import is_pinned, parts_kept
+from aifs.files.stage import InBlocks, find_in_blocks, is_pinned, parts_kept
 from aifs.files.types import CallerLike
 from aifs.files.views import reaches
 from aifs.meta import forms, keys, shared

@@ -12,7 +12,7 @@ from aifs.core.served import AllServed
 from aifs.core.upkeep import Job, Role, Upkeep, Work
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
-from aifs.files.damage import Damage
+from aifs.files.damage import Damage, Needs
 from aifs.files.drain import Drain
 from aifs.files.file_io import FileIO
 from aifs.files.handles import Handles
@@ -21,7 +21,6 @@ from aifs.files.kernel import Kernel
 from aifs.files.lock_homes import SERVICE, PeerHosts
 from aifs.files.locks import Locks
 from aifs.files.looked_up import LookedUp, LookedUpAlone
-from aifs.files.needs import Needs
 from aifs.files.open_inodes import ACCESSES_S
 from aifs.files.places import Places
 from aifs.files.quotas import Quotas

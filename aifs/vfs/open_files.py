@@ -32,12 +32,12 @@ from aifs.files.types import (
 )
 from aifs.files.virtual import FIRST as FIRST_VIRTUAL
 from aifs.files.writeback import WriteBack
-from aifs.meta import namespace
+from aifs.meta import keys, namespace
+from aifs.meta.kv import Transaction
 from aifs.meta.records import APPEND_ONLY, IMMUTABLE, Inode
 from aifs.reads.recording import StartRecordings
 from aifs.reads.virtual.files import VirtualFiles
 from aifs.saves.closing import Closing
-from aifs.vfs import attribute_changes
 
 _REMOVED = "another host has removed the file just before"
 
@@ -118,7 +118,7 @@ class OpenFiles:
                 await self._io.begin_writing(file)
                 opening = 1
                 taken = kill_privileges and file.inode.is_privileged
-                if taken or await self._engine.view(attribute_changes.has_capabilities, ino):
+                if taken or await self._engine.view(_has_capabilities, ino):
                     await self._kill_privileges(file)
                 self._closing.opened(ino)
             reads = not flags & os.O_WRONLY and not flags & os.O_NOATIME and not file.home
@@ -318,7 +318,7 @@ class OpenFiles:
             await self._kill_privileges(file)
 
     async def _kill_privileges(self, file: OpenInode) -> None:
-        file.adopt(await self._engine.transact(attribute_changes.kill_privileges, file.inode.ino))
+        file.adopt(await self._engine.transact(_kill_privileges, file.inode.ino))
         file.unsaved = True
         self._kernel.drop_attributes(file.inode.ino)
 
@@ -435,3 +435,20 @@ def _require_may_open(inode: Inode, flags: int) -> None:
         raise NotPermitted("the file is append-only (chattr)")
     if inode.flags & IMMUTABLE:
         inode.require_unguarded()
+
+
+_CAPABILITIES = b"security.capability"
+
+
+def _has_capabilities(tx: Transaction, ino: int) -> bool:
+    return tx.get(keys.xattr(ino, _CAPABILITIES)) is not None
+
+
+def _kill_privileges(tx: Transaction, ino: int) -> Inode:
+    """What a write must do to setuid, setgid and file capabilities."""
+    inode = namespace.get_inode(tx, ino)
+    tx.delete(keys.xattr(ino, _CAPABILITIES))
+    inode.mode = inode.unprivileged_mode
+    inode.ctime_ns = clock.kernel_ns()
+    namespace.put_inode(tx, inode)
+    return inode

@@ -28,8 +28,8 @@ from aifs.data.objects.object_set import ObjectSet, delete_objects
 from aifs.data.server import DataServer, MissingObject
 from aifs.data.workers import outcomes
 from aifs.files.collector import Collector
+from aifs.files.damage import Needs
 from aifs.files.drain import Undrained
-from aifs.files.needs import Needs
 from aifs.layout.placement import LOST
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, dooming, forms, keys, moves, namespace, paths, shared

@@ -12,10 +12,10 @@ from aifs.data.servers import Servers
 from aifs.files import asks, rights
 from aifs.files.asks import ANY, DIRECTORY, Hint
 from aifs.files.file_io import FileIO
-from aifs.files.in_blocks import find_in_blocks
 from aifs.files.open_inode import OpenInode
 from aifs.files.rights import without_paths, without_reason
 from aifs.files.services import Services
+from aifs.files.stage import find_in_blocks
 from aifs.files.types import ROOT, CallerLike
 from aifs.layout.hint import format_layout_hint
 from aifs.layout.placement import ACTIVE, BURST_FIRST

@@ -13,13 +13,13 @@ import trio.testing
 
 from aifs.check.fsck import check
 from aifs.core.errors import NotFound
-from aifs.files.chunk_users import users_of
 from aifs.files.types import ROOT
 from aifs.meta import groups, keys
 from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.namespace import RENAME_EXCHANGE
 from aifs.meta.recording import Recording
+from aifs.meta.server_uses import users_of
 from aifs.store import store
 from aifs.upkeep.scrub_state import names_of
 from aifs.vfs import Filesystem, SetAttr

@@ -35,7 +35,6 @@ from aifs.data.objects.object_set import delete_objects
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.files import containers as vfs_containers
-from aifs.files.chunk_users import users_of
 from aifs.files.collector import Collector
 from aifs.files.containers import Containers
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, container_layout, named
@@ -46,6 +45,7 @@ from aifs.meta.chunks import decode_list
 from aifs.meta.kv import ReadTransaction, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.records import Inode
+from aifs.meta.server_uses import users_of
 from aifs.meta.servers import ServerRecord, put_servers
 from aifs.store import ids as vfs_ids
 from aifs.store.backup import Backup

@@ -12,12 +12,12 @@ from typing import Any
 import trio
 
 from aifs.files.types import ROOT, Caller
-from aifs.meta import dooming, namespace, xattrs
+from aifs.meta import dooming, namespace
 from aifs.meta.kv import Follower, Result, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.memtable import LeveledTransaction, LeveledView
 from aifs.meta.records import Inode
-from aifs.vfs import Filesystem
+from aifs.vfs import Filesystem, xattrs
 
 
 class _View(LeveledView):

@@ -17,7 +17,6 @@ from aifs.core.start_record import (
     StartRecord,
     decode,
     encode,
-    missed_bytes,
     runs_of,
     union,
 )
@@ -106,11 +105,6 @@ def test_the_union_has_the_order_of_the_newest() -> None:
     assert union([newest, before]) == [hot(3, 0, 7), hot(2, 1, 2), hot(5, 4)]
     changed = record(hot(2, 5, mtime_ns=2))
     assert union([newest, changed]) == [hot(3, 0), hot(2, 1)]
-
-
-def test_what_was_missed() -> None:
-    planned = [hot(2, 0, 1), hot(3, 0, mtime_ns=9)]
-    assert missed_bytes(record(hot(2, 1, 2), hot(3, 0)), planned) == 2 * BLOCK
 
 
 def test_jobs_are_directories(tmp_path: Path) -> None:

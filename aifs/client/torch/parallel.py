@@ -34,9 +34,6 @@ REPLICA, SOCKET, DEVICE = "replica", "socket", "device"
 
 _PART = re.compile(r"(.+)\.([0-9a-f]{16})\.(\d{4,})-of-(\d{4,})", re.DOTALL)
 
-Named = tuple[str, int, int]
-"""Name, rank and size of a group without torch.distributed; its file is NAME.pt."""
-
 
 def choose(places: Sequence[Hashable]) -> list[int]:
     """The first rank at each place."""
