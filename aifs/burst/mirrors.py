@@ -9,9 +9,9 @@ import trio
 from aifs.burst.copy import BurstCopy
 from aifs.core.errors import FsError, Stale
 from aifs.core.log import logger
-from aifs.core.rendezvous import weight
 from aifs.core.tasks import run_all
 from aifs.layout.hint import DEFAULT_POLICY
+from aifs.layout.placement import weight
 from aifs.meta import forms, mirrors, namespace
 from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Copy, Inode, MirrorOf

@@ -26,8 +26,7 @@ from typing import Any, ClassVar
 
 import trio
 
-from aifs.burst.channel import Channel
-from aifs.burst.child import Order, Start
+from aifs.burst.child import Channel, Order, Start
 from aifs.burst.making import MakingTools
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger

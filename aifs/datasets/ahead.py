@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from aifs.core.errors import DatasetError, Invalid
-from aifs.core.pairs import parse_pairs
+from aifs.core.texts import parse_pairs
 from aifs.core.units import format_size, parse_size
 from aifs.datasets.index import Index
 from aifs.datasets.sequence import Epoch, EpochOrder, shares_of

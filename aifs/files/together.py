@@ -13,12 +13,12 @@ from typing import Any
 import trio
 
 from aifs.core.errors import FsError, Unavailable
-from aifs.core.rendezvous import weight
 from aifs.data.checking.checks import HASHED
 from aifs.data.objects.together import Giver, find_kept
 from aifs.data.reading.patterns import WINDOW_MAX
 from aifs.data.reading.read_cache import ReadCache
 from aifs.data.storage import Key
+from aifs.layout.placement import weight
 from aifs.peers.peers import Peers
 from aifs.peers.transport import Answer, Body, Peer
 

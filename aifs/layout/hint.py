@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from aifs.core.errors import Invalid
 from aifs.core.kinds import LAYOUT_KINDS
-from aifs.core.pairs import parse_pairs
+from aifs.core.texts import parse_pairs
 from aifs.core.units import format_compress, format_size, parse_compress, parse_size
 from aifs.layout.kinds import Layout
 from aifs.layout.redundancy import REPLICAS_MAX, Redundancy, check_coded_unit, format_ec, parse_ec

@@ -7,6 +7,7 @@ explainable; a better one gets the next number. The result is recorded with each
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from hashlib import blake2b
 from math import gcd
 from typing import NamedTuple
 
@@ -139,3 +140,20 @@ def _shuffled(seed: int, servers: tuple[int, ...]) -> tuple[int, ...]:
         other = (word ^ (word >> 31)) % (last + 1)
         ring[last], ring[other] = ring[other], ring[last]
     return tuple(ring)
+
+
+# --- hosts: rendezvous hashing --------------------------------------------------------------------
+
+# Hosts agree on one of them for each thing without asking; when one goes, only its things move.
+
+
+def weight(name: str, number: int) -> int:
+    """Of a host, for the thing with this number: the largest one is chosen."""
+    mixed = (_seed(name) + number * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    return mixed ^ mixed >> 31
+
+
+@lru_cache(maxsize=4096)
+def _seed(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -19,8 +19,8 @@ from aifs.data.workers import gather
 from aifs.files.draining import Drainer, DrainOutcome, errors_of
 from aifs.files.services import Services
 from aifs.layout import borders
+from aifs.saves.group import GroupReport
 from aifs.saves.hashing import Hasher, Prepared
-from aifs.saves.report import GroupReport
 from aifs.saves.sharing import Asked, Chunks, Cut
 from aifs.saves.storing import MemberKind, Storing
 

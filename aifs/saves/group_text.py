@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from aifs.core.errors import Invalid
-from aifs.core.pairs import parse_pairs
+from aifs.core.texts import parse_pairs
 from aifs.core.units import format_duration, format_size, parse_duration, parse_size
 from aifs.layout.interleaved import CHUNK_MAX
 from aifs.meta.groups import RANKS_MAX, GroupOptions

@@ -11,7 +11,7 @@ from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
 from aifs.files.draining import Draining
 from aifs.saves.digests import TOGETHER, CopyToHash, Hashing, hash_chunks
-from aifs.saves.report import GroupReport
+from aifs.saves.group import GroupReport
 from aifs.saves.sharing import Chunk, Cut
 
 _SLICE = 16 << 20  # bytes that are hashed before others get their turn

@@ -12,7 +12,7 @@ from typing import Any
 
 from aifs.core import clock, faults
 from aifs.core.errors import NotFound
-from aifs.core.json_text import parse_object
+from aifs.core.texts import parse_object
 from aifs.files import permissions, rights, virtual
 from aifs.files.asks import DIRECTORY, Ask, Hint, HintCall
 from aifs.files.drain import Drain

@@ -26,9 +26,9 @@ from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location,
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, shared
 from aifs.saves import sharing
+from aifs.saves.group import GroupReport
 from aifs.saves.hashing import Prepared
 from aifs.saves.lookups import Bandwidths, look_up
-from aifs.saves.report import GroupReport
 from aifs.saves.sharing import Asked, Assigned, Holder, Need
 
 _log = logger(__name__)

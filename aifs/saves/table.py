@@ -10,8 +10,7 @@ from aifs.core.upkeep import Upkeep, Work
 from aifs.meta import groups
 from aifs.meta.groups import GroupRecord
 from aifs.meta.kv import Engine
-from aifs.saves.group import DirectoryGroup
-from aifs.saves.report import GroupReport
+from aifs.saves.group import DirectoryGroup, GroupReport
 
 _ENDED_MAX = 16  # groups that have ended and are remembered with their files
 # groups of which it is known how they ended, though another one of the directory has followed

@@ -33,8 +33,8 @@ from aifs.reads.epochs import WORKERS as EPOCHS_AT_ONCE
 from aifs.reads.epochs import Epochs
 from aifs.reads.starts import Starts
 from aifs.reads.virtual.files import VirtualFiles
+from aifs.saves.protocol import RankGroups
 from aifs.saves.publish import Publishing
-from aifs.saves.ranks import RankGroups
 from aifs.saves.ready import Barrier, OwnBarrier, Readiness, SharedBarrier
 from aifs.saves.retention import Retention
 from aifs.store.backup import Backup

@@ -10,7 +10,7 @@ from typing import Any
 import trio
 
 from aifs.core.errors import Invalid
-from aifs.core.json_text import parse_object
+from aifs.core.texts import parse_object
 from aifs.files import permissions, rights
 from aifs.files.asks import ANY, BOTH, DIRECTORY, Ask, Hint, HintCall
 from aifs.files.services import Services

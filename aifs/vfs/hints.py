@@ -11,7 +11,7 @@ from typing import Any
 
 from aifs.core import ioctl
 from aifs.core.errors import Invalid, NoAttribute, NoSuchIoctl, NotPermitted
-from aifs.core.json_text import parse_object
+from aifs.core.texts import parse_object
 from aifs.files import permissions, rights, views
 from aifs.files.asks import ANY, Ask, Hint, HintCall
 from aifs.files.refusals import Refusals

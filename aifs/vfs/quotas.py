@@ -8,7 +8,7 @@ import trio
 
 from aifs.core import faults
 from aifs.core.errors import AccessDenied, Invalid
-from aifs.core.pairs import parse_pairs
+from aifs.core.texts import parse_pairs
 from aifs.core.units import parse_count, parse_size
 from aifs.core.upkeep import NEVER_S, Work
 from aifs.files import rights
