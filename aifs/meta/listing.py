@@ -5,12 +5,17 @@ entries, and heads of inodes, as laid out in meta/keys.py and meta/records.py).
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+
+import trio
 
 from aifs.core.errors import NotFound
 from aifs.meta import keys
-from aifs.meta.kv import ReadTransaction
+from aifs.meta.kv import Engine, ReadTransaction
 from aifs.meta.records import Inode, decode_entry, decode_inode, encode_entry
+
+_AT_ONCE = 64
+"""Entries that are read in one view: about 0.3 ms."""
 
 
 class Listing:
@@ -67,3 +72,13 @@ def list_directory(tx: ReadTransaction, ino: int, cookie: int, limit: int) -> Li
         child, _, name = decode_entry(entries[records.index(None)][1])
         raise NotFound(f"inode {child} does not exist, which an entry of directory {ino} leads to")
     return Listing(entries, records, tx.seq)  # type: ignore[arg-type]  # there is no None in it
+
+
+async def entries_of(engine: Engine, directory: int) -> AsyncIterator[tuple[bytes, Inode]]:
+    """Names and inodes in a directory, with other tasks between slices. Raises as
+    ``list_directory``."""
+    cookie = 0
+    while entries := await engine.view(list_directory, directory, cookie, _AT_ONCE):
+        for name, inode, cookie in entries:
+            yield name, inode
+        await trio.lowlevel.checkpoint()

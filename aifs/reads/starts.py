@@ -31,8 +31,7 @@ from aifs.files.services import Services
 from aifs.files.types import CallerLike
 from aifs.meta import namespace
 from aifs.meta.askers import Asker
-from aifs.meta.kv import ReadTransaction
-from aifs.meta.listing import list_directory
+from aifs.meta.listing import entries_of
 from aifs.meta.records import Inode
 from aifs.reads.recording import StartRecording, StartRecordings
 
@@ -45,7 +44,6 @@ _STARTED = b"start "
 """Before the directory of a start that is recorded: the key of a note."""
 
 _STARTS_MAX = 64
-_LISTED_AT_ONCE = 64
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}")
 _LOST = "the daemon has died meanwhile: what was touched before is left out"
 _BLIND = "the system does not tell what is in memory (cachestat(2)): files count as a whole"
@@ -256,25 +254,13 @@ class Starts:
 
     async def _list_records(self, directory: int) -> list[tuple[bytes, Inode]]:
         """Newest first."""
-        found: list[tuple[bytes, Inode]] = []
-        cookie: int | None = 0
-        while cookie is not None:
-            some, cookie = await self._engine.view(_list, directory, cookie)
-            found += some
+        found = [
+            (name, inode)
+            async for name, inode in entries_of(self._engine, directory)
+            if name.endswith(SUFFIX.encode()) and not name.startswith(b".") and inode.is_file
+        ]
         return sorted(found, key=lambda each: each[1].mtime_ns, reverse=True)
 
 
 def _key(directory: int) -> bytes:
     return _STARTED + b"%d" % directory
-
-
-def _list(
-    tx: ReadTransaction, directory: int, cookie: int
-) -> tuple[list[tuple[bytes, Inode]], int | None]:
-    """Records among the next entries, and where to go on (None: the end)."""
-    found, last = [], None
-    for name, inode, place in list_directory(tx, directory, cookie, _LISTED_AT_ONCE):
-        last = place
-        if name.endswith(SUFFIX.encode()) and not name.startswith(b".") and inode.is_file:
-            found.append((name, inode))
-    return found, last

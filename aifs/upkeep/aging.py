@@ -34,7 +34,7 @@ from aifs.meta.kv import ReadTransaction, Transaction, grows
 from aifs.meta.records import Inode, decode_inode
 from aifs.meta.slices import Walk, read_slice
 from aifs.upkeep.passes import Results
-from aifs.upkeep.relayout import Compressing, FileSubject, Relayout
+from aifs.upkeep.relayout import FileSubject, Relayout
 
 _INTERVAL_S = 3600.0
 _SLICE = 64  # inodes that are looked at in one go
@@ -71,7 +71,6 @@ class Aging:
         self._mover = Mover(servers.budget, self.limiter, config.burst.ioprio)
         movers = io.sets.movers(self._mover)
         self._relayout = Relayout(io, ids, movers, config.data.min_spare)
-        self._compressing = Compressing(io, ids, movers)
         self._last = Results("some old files stay where they are for now")
         """Of the last pass that has ended: files that are old enough, and stay where they are."""
 
@@ -151,7 +150,7 @@ class Aging:
                 asked = capacity.redundancy(inode), allowed, aged.storage_class
                 slots = self._containers.slots(*asked)
                 _require(before, slots, aged)
-                await self._compressing.compress(subject, slots, aged.level)
+                await self._relayout.compress(subject, slots, aged.level)
             else:
                 layout = capacity.place(inode, storage_class=aged.storage_class)
                 _require(before, [layout], aged)
@@ -163,8 +162,8 @@ class Aging:
     def status(self) -> dict[str, Any]:
         """Figures for ``aifs status``."""
         return {
-            "files": self._relayout.files + self._compressing.files,
-            "compressed_files": self._compressing.files,
+            "files": self._relayout.files,
+            "compressed_files": self._relayout.compressed,
             "bytes": self._mover.moved_bytes,
             "left_files": self._last.failing,
             "reason": self._last.failed[0].reason if self._last.failed else "",

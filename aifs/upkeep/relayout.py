@@ -81,11 +81,15 @@ class FileSubject:
 
 
 class Relayout:
-    """Used from one trio thread."""
+    """Lays files out anew: in other objects, or as compressed chunks. Used from one trio
+    thread."""
 
     def __init__(self, io: FileIO, ids: IdAllocator, movers: Movers, spare: int) -> None:
         """``spare``: see ObjectSet.sync."""
         self.files = 0
+        """How many have another layout, since the mount."""
+        self.compressed = 0
+        """How many of these are compressed."""
         self._io = io
         self._ids = ids
         self._movers = movers
@@ -120,16 +124,6 @@ class Relayout:
             self.files += 1
         return done
 
-
-class Compressing:
-    """Lays files out anew as compressed chunks. Used from one trio thread."""
-
-    def __init__(self, io: FileIO, ids: IdAllocator, movers: Movers) -> None:
-        self.files = 0
-        self._io = io
-        self._ids = ids
-        self._movers = movers
-
     async def compress(self, subject: FileSubject, slots: Sequence[Striped], level: int) -> bool:
         """Whether the file is in containers of ``slots`` now; not if changed meanwhile. ``level``:
         of zstd; incompressible chunks stay. Raises Unavailable if bytes are missing, or not as
@@ -153,6 +147,7 @@ class Compressing:
         if done:
             subject.see()
             self.files += 1
+            self.compressed += 1
         return done
 
     async def _become(self, subject: FileSubject, source: FileSource, stored: StoredFiles) -> bool:

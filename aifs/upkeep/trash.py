@@ -25,7 +25,7 @@ from aifs.files.services import Services
 from aifs.layout.placement import ACTIVE
 from aifs.meta import keys, restoring
 from aifs.meta.kv import Engine, ReadTransaction
-from aifs.meta.listing import list_directory
+from aifs.meta.listing import entries_of
 from aifs.meta.slices import Walk
 from aifs.meta.trash import UNKNOWN, Entry
 from aifs.upkeep.doomed import DoomedTrees
@@ -42,7 +42,6 @@ INTERVAL_S = 10.0
 AT_ONCE = 32
 """Entries that one transaction empties: a millisecond in which no request is answered."""
 
-_ENTRIES = 64  # of a directory that are read in one view
 _GIVEN_AT_ONCE = 1024  # entries, before their effect is looked at
 _LOG_INTERVAL_S = 60.0
 
@@ -209,11 +208,8 @@ async def tree_size(engine: Engine, top: int) -> int:
     """The sizes of all files below, for each of their names. Other tasks run between slices."""
     total, directories = 0, [top]
     while directories:
-        directory, cookie = directories.pop(), 0
-        while entries := await engine.view(list_directory, directory, cookie, _ENTRIES):
-            for _, inode, cookie in entries:
-                if inode.is_dir:
-                    directories.append(inode.ino)
-                total += inode.size
-            await trio.lowlevel.checkpoint()
+        async for _, inode in entries_of(engine, directories.pop()):
+            if inode.is_dir:
+                directories.append(inode.ino)
+            total += inode.size
     return total

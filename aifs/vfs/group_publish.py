@@ -19,9 +19,8 @@ from aifs.files.kernel import Kernel
 from aifs.files.types import CallerLike
 from aifs.meta import namespace
 from aifs.meta.kv import Engine, ReadTransaction
-from aifs.meta.listing import list_directory
+from aifs.meta.listing import entries_of
 from aifs.meta.publishing import Publication, find, name_of
-from aifs.meta.records import Inode
 from aifs.saves.listed import MANIFEST, NO_PART
 from aifs.saves.publish import Publishing, require_may_publish
 from aifs.vfs.names import Names
@@ -56,7 +55,6 @@ class WholeFiles:
 LATEST = b"latest"
 
 _PIECE = 4 << 20  # bytes that are read and hashed at once
-_LISTED_AT_ONCE = 64  # names: less than a millisecond
 _AT_ONCE = 4  # files: while one waits for the device, another is hashed
 _TEMPORARY = b"." + MANIFEST
 
@@ -103,18 +101,14 @@ class GroupPublishing:
         waiting = [(b"", what.ino)]
         while waiting:
             above, directory = waiting.pop()
-            cookie: int | None = 0
-            while cookie is not None:
-                found, cookie = await self._engine.view(_list, directory, cookie)
-                for name, inode in found:
-                    path = above + name
-                    if path.startswith(NO_PART):
-                        reserved.append(path)
-                    elif inode.is_dir:
-                        waiting.append((path + b"/", inode.ino))
-                    elif inode.is_file:
-                        listed.append((path, inode.ino))
-                await trio.lowlevel.checkpoint()
+            async for name, inode in entries_of(self._engine, directory):
+                path = above + name
+                if path.startswith(NO_PART):
+                    reserved.append(path)
+                elif inode.is_dir:
+                    waiting.append((path + b"/", inode.ino))
+                elif inode.is_file:
+                    listed.append((path, inode.ino))
         digests: dict[str, Digest] = {}
         await run_all(*(partial(self._digest, path, ino, digests) for path, ino in listed))
         policy = await self._policies.get(what.ino, "layout")
@@ -132,17 +126,6 @@ class GroupPublishing:
                 await trio.to_thread.run_sync(hasher.update, piece)
                 size += len(piece)
         digests[os.fsdecode(path)] = Digest(size, hasher.hexdigest())
-
-
-def _list(
-    tx: ReadTransaction, directory: int, cookie: int
-) -> tuple[list[tuple[bytes, Inode]], int | None]:
-    """The next names, and where to go on (None: the end)."""
-    found, last = [], None
-    for name, inode, place in list_directory(tx, directory, cookie, _LISTED_AT_ONCE):
-        found.append((name, inode))
-        last = place
-    return found, last
 
 
 def _publication(tx: ReadTransaction, ino: int, name: bytes) -> tuple[Publication, bool]:
