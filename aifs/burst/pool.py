@@ -7,6 +7,9 @@ limits on each piece, health of servers, and memory, reserved as long as the pro
 They run when nobody else wants the processor (SCHED_IDLE), except while starting with work, and
 while somebody waits. To leave that class takes CAP_SYS_NICE, or RLIMIT_NICE: without these,
 processes are like all others.
+
+A plain value and a module's function say what is done (``Movers``), here or in a mover; the daemon
+decides, and records.
 """
 
 import logging
@@ -18,16 +21,17 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import trio
 
 from aifs.burst.child import Channel, Order, Start
-from aifs.burst.making import MakingTools
+from aifs.burst.making import MakingTools, never
+from aifs.core.budget import OverBudget
 from aifs.core.errors import Unavailable
 from aifs.core.log import logger
 from aifs.core.waiting import MOVER, waits_for
@@ -565,3 +569,54 @@ def may_leave_idle() -> bool:
     thread.start()
     thread.join()
     return answer[0]
+
+
+# --- work, in a process or here -------------------------------------------------------------------
+
+
+Value = TypeVar("Value")
+Result = TypeVar("Result")
+Function = Callable[[Value, MakingTools, Callable[[], bool]], Awaitable[Result]]
+"""A module's function that does what a value says, with the tools alone. Values, results and errors
+can be pickled. It may run twice, or half and then again. The last argument, asked now and then,
+says whether the work is unwanted; Mover.begin asks the daemon, also for leave to go on."""
+
+
+class Movers:
+    """Carries out one kind of work: under the limits of its tools. Used from one trio thread."""
+
+    def __init__(self, tools: MakingTools, pool: Pool | None = None) -> None:
+        """``pool``: processes that do it; None: this one."""
+        self.tools = tools
+        """Of this process."""
+        self._pool = pool
+
+    async def call(self, function: Callable[[Value], Result], value: Value) -> Result:
+        """``function(value)``, which takes processor time, in a process, or else a thread. Raises
+        as ``carry_out``."""
+        return await self.carry_out(_call, (function, value))
+
+    async def carry_out(
+        self,
+        function: Function[Value, Result],
+        value: Value,
+        cancelled: Callable[[], bool] = never,
+        here: bool = False,
+    ) -> Result:
+        """What ``function`` makes of ``value``. ``here``: in this process, for its caches.
+        Cancelled, the work has ended on return. Raises errors of the function; Unavailable."""
+        if not here and self._pool is not None and self._pool.is_open:
+            try:
+                return await self._pool.carry_out(function, value, self.tools, cancelled)
+            except (OverBudget, NoProcess):
+                pass  # it needs more memory at once than a process has, or there is none
+        return await function(value, self.tools, cancelled)
+
+
+async def _call(
+    asked: tuple[Callable[[Value], Result], Value],
+    tools: MakingTools,
+    cancelled: Callable[[], bool],
+) -> Result:
+    function, value = asked
+    return await trio.to_thread.run_sync(function, value)

@@ -20,7 +20,7 @@ from functools import partial
 import trio
 
 from aifs.burst.making import MakingTools
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
 from aifs.check import repair

@@ -294,7 +294,7 @@ def _network(config: "Config", others: "list[LiveHost]") -> list[ClusterCheck]:
 
 
 def _room(directory: str, needed: int) -> ClusterCheck:
-    from aifs.core.filesystems import is_local
+    from aifs.core.mountinfo import is_local
 
     place = directory
     while not os.path.exists(place):

@@ -21,7 +21,7 @@ from aifs.core.errors import NotSupported, StoreError
 from aifs.data.bucket import PACK, PART, Bucket, ObjectInfo, Upload
 from aifs.data.marker import NAME as MARKER
 from aifs.data.marker import Identity, Marker, check_identity, decode_marker, encode_marker
-from aifs.data.probe import NAME as PROBE
+from aifs.data.naming import PROBE
 from aifs.data.storage import (
     ANYTHING,
     ASIDE,

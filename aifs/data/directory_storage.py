@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from aifs.core import files, filesystems
+from aifs.core import files, mountinfo
 from aifs.core.errors import NotSupported, StoreError
-from aifs.data import naming, probe
+from aifs.data import naming
 from aifs.data.marker import NAME as MARKER
 from aifs.data.marker import Identity, Marker, check_identity, read_marker, write_marker
 from aifs.data.storage import (
@@ -100,8 +100,8 @@ class DirectoryStorage(Storage):
         self._identity = identity
         self._check_marker()
         try:
-            self.in_memory = filesystems.is_in_memory(self.address)
-            self.is_local = filesystems.is_local(self.address)
+            self.in_memory = mountinfo.is_in_memory(self.address)
+            self.is_local = mountinfo.is_local(self.address)
         except OSError as error:
             raise StoreError(f"{self.address}: {error.strerror}") from error
         if not read_only and not os.access(self.address, os.W_OK):
@@ -131,7 +131,7 @@ class DirectoryStorage(Storage):
         return self._inode[0]
 
     def works(self) -> bool:
-        return super().works() and probe.works(self.address, self._writable)
+        return super().works() and naming.works(self.address, self._writable)
 
     # --- objects ---
 

@@ -7,13 +7,14 @@ together lie together, and recovery finds a range of ids without a scan. Functio
 disk block and raise OSError.
 """
 
+import errno
 import os
 import re
 import stat
 from collections.abc import Iterator
 
+from aifs.core import files
 from aifs.data.marker import NAME as MARKER
-from aifs.data.probe import NAME as PROBE
 from aifs.data.storage import ASIDE, BACKUP, CLAIM, ForeignFile, StoredObject
 
 OBJECTS = "objects"
@@ -105,3 +106,47 @@ def id_bound(root: str) -> int:
     """No object below ``root`` has this id or a larger one."""
     numbers = [int(name, 16) for name in _names_in(f"{root}/{OBJECTS}") if _UPPER.fullmatch(name)]
     return (max(numbers, default=-1) + 1) << 16
+
+
+# --- whether it works -----------------------------------------------------------------------------
+
+# When an operation on one object failed. EIO may concern one file alone, such as a sync of one
+# written both with O_DIRECT and through a mapping, or a bad sector. So the object fails, until this
+# probe does, too.
+
+PROBE = ".aifs-probe"
+
+_NO_ANSWER = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of a probe that say nothing about the directory."""
+
+
+def works(root: str, write: bool) -> bool:
+    """Whether the marker can be read; ``write``: whether a file can be written, synced and read.
+    From the device, past the page cache, if possible. Blocks. One at a time."""
+    try:
+        _read(f"{root}/{MARKER}")
+        if write:
+            _write(f"{root}/{PROBE}")
+    except OSError as error:
+        return error.errno in _NO_ANSWER
+    return True
+
+
+def _read(path: str) -> None:
+    fd = files.open_file(path, write=False)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        files.read_into(fd, memoryview(bytearray(1)), 0)
+    finally:
+        files.close_file(fd)
+
+
+def _write(path: str) -> None:
+    fd = files.open_file(path, create=True)
+    try:
+        files.write_at(fd, b"x", 0)
+        files.sync_file(fd)
+        _read(path)
+    finally:
+        files.close_file(fd)
+        files.unlink(path)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from aifs.burst.making import Made, Making, NewObjects, Origin
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.core import clock, faults
 from aifs.core.config import Config
 from aifs.core.errors import FsError, Unavailable

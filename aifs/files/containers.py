@@ -8,7 +8,7 @@ from typing import NamedTuple
 import trio
 
 from aifs.burst.making import InChunks
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.core import faults
 from aifs.core.errors import Unavailable
 from aifs.data.containers import pieces

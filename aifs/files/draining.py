@@ -16,7 +16,7 @@ import trio
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.making import Making, NewObjects, carry_out
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.core import faults
 from aifs.core.errors import (
     FsError,

@@ -3,8 +3,7 @@
 from functools import partial
 
 from aifs.burst.making import MakingTools
-from aifs.burst.movers import Movers
-from aifs.burst.pool import Pool
+from aifs.burst.pool import Movers, Pool
 from aifs.burst.transfer import Mover
 from aifs.data.objects.object_set import Bytes, Followed, ObjectSet, Reading
 from aifs.data.objects.together import Sharing

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import trio
 
 from aifs.burst.making import Made, Making
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.burst.tier import BurstTier
 from aifs.core import faults
 from aifs.core.errors import FsError, NotFound, Stale, Unavailable

@@ -34,7 +34,7 @@ import trio
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.making import Made, Making, NewObjects, Target, carry_out
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.burst.remote import Homes
 from aifs.burst.tier import BurstTier
 from aifs.core import clock

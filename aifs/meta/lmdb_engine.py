@@ -18,7 +18,7 @@ from typing import Any
 
 import trio
 
-from aifs.core import faults, files, filesystems
+from aifs.core import faults, files, mountinfo
 from aifs.core.errors import NoSpace, StoreError, Unavailable, from_oserror
 from aifs.core.waiting import JOURNAL, waits_for
 from aifs.meta import journal
@@ -100,7 +100,7 @@ class LmdbEngine(Engine):
         self._wake = trio.Event()  # there is something to commit, or so much that it is due
         self._threads = trio.CapacityLimiter(2)  # one to sync, one to commit
         self._lmdb = trio.Lock()  # of the task that commits, or looks at LMDB's pages
-        self._in_memory = filesystems.is_in_memory(directory)
+        self._in_memory = mountinfo.is_in_memory(directory)
         """Whether the directory lies in memory, where a sync does nothing."""
         self.database = Database(directory, thorough)
         try:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from aifs.burst.copy import BurstCopy
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
 from aifs.files.draining import Draining

@@ -11,7 +11,7 @@ from aifs.core.log import logger
 from aifs.core.names import absolute, is_path
 from aifs.data.directory_storage import erase_directory
 from aifs.data.marker import FORMAT, NAME, Marker, read_marker
-from aifs.data.probe import NAME as PROBE
+from aifs.data.naming import PROBE
 from aifs.data.server import DataServer
 from aifs.data.storage import ASIDE, CLAIM
 from aifs.data.storages import storage_at

@@ -8,7 +8,7 @@ a crash lists name durable bytes; a later pass deals with the container.
 from collections.abc import Sequence
 from contextlib import suppress
 
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, QuotaExceeded, Unavailable
 from aifs.core.log import logger

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import trio
 
 from aifs.burst.making import MakingTools, never
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core import files
 from aifs.core.errors import FsError, NotFound, Stale

@@ -17,7 +17,7 @@ from typing import Protocol
 import trio
 
 from aifs.burst.making import ColumnMaking, Made, carry_out
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.burst.transfer import TargetFails
 from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, Unavailable

@@ -8,7 +8,7 @@ transaction; appended chunks count from then on; a file that changes meanwhile s
 from collections.abc import Sequence
 
 from aifs.burst.making import Made, Making, NewObjects
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.core import faults
 from aifs.core.errors import FsError
 from aifs.data.containers.pieces import FileSource

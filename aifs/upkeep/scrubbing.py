@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from aifs.burst.making import MakingTools, never
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.core import faults
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_each

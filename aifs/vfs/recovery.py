@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 from aifs.burst.making import MakingTools
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.burst.tier import BurstTier
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core import clock

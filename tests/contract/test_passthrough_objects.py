@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from aifs.core import filesystems
+from aifs.core import mountinfo
 from aifs.files.types import SetAttr
 from aifs.vfs import Caller
 from tests.support import modes
@@ -176,7 +176,7 @@ async def test_files_up_to_a_size_are_one_object_and_larger_ones_are_striped(
 async def test_small_files_are_striped_too_over_a_network(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filesystems, "is_local", lambda path: False)
+    monkeypatch.setattr(mountinfo, "is_local", lambda path: False)
     async with mounted(directory, {"layout.unit": "4KiB"}) as kernel:
         objects = (await kernel.getattr(await make(kernel))).objects
         assert objects is not None and len(objects.servers) == 4
@@ -282,7 +282,7 @@ async def test_a_server_that_the_kernel_refuses_is_not_tried_again(
 async def test_nothing_is_passed_through_to_a_server_of_the_network(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filesystems, "is_local", lambda path: False)
+    monkeypatch.setattr(mountinfo, "is_local", lambda path: False)
     async with mounted(directory) as kernel:
         ino = await make(kernel)
         reader = await kernel.open(ino, os.O_RDONLY)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aifs.burst.making import InChunks
-from aifs.burst.movers import Function
+from aifs.burst.pool import Function
 from aifs.core.errors import Unavailable
 from aifs.data.checking.checks import CheckedPart, digests_of
 from aifs.data.chunk_codec import ChunkHeader

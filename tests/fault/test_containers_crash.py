@@ -20,7 +20,7 @@ import pytest
 import trio
 
 from aifs.burst.making import MakingTools
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core import faults
 from aifs.core.config import load

@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from aifs.burst import pool as pool_module
-from aifs.burst.movers import Movers
+from aifs.burst.pool import Movers
 from aifs.burst.transfer import Limiter, Mover, TargetFails
 from aifs.core.errors import NoSpace, StoreBusy, Unavailable
 from aifs.data.checking.checks import Untold

@@ -14,7 +14,7 @@ from pathlib import Path
 from aifs.core import files
 from aifs.data.marker import FORMAT, Marker, write_marker
 from aifs.data.marker import NAME as MARKER
-from aifs.data.probe import NAME as PROBE
+from aifs.data.naming import PROBE
 from aifs.data.servers import Servers
 from aifs.data.workers import gather
 

@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from aifs.burst.making import MakingTools, carry_out, never
-from aifs.burst.movers import Function
+from aifs.burst.pool import Function
 from aifs.burst.transfer import Limiter, Mover
 from aifs.data.servers import Servers
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from aifs import client
 from aifs.client import CheckpointError
-from aifs.core import files, filesystems
+from aifs.core import files, mountinfo
 
 torch = pytest.importorskip("torch", reason="torch is not installed (the demo extra)")
 
@@ -266,7 +266,7 @@ def test_the_probe_is_remembered(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = []
-    monkeypatch.setattr(filesystems, "is_in_memory", lambda path: False)
+    monkeypatch.setattr(mountinfo, "is_in_memory", lambda path: False)
     monkeypatch.setattr(sinks, "SIZE", 1 << 16)
     measure = sinks.faster_method
     monkeypatch.setattr(sinks, "faster_method", lambda path: measured.append(path) or measure(path))

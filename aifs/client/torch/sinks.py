@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from aifs.core import files, filesystems, mountinfo, trees
+from aifs.core import files, mountinfo, trees
 
 BUFFERED, DIRECT = "buffered", "direct"
 
@@ -173,7 +173,7 @@ _known: dict[str, str] = {}
 
 def writing_method(directory: str, size: int) -> str:
     """For a file of ``size`` bytes that shall soon be durable in ``directory``. Raises OSError."""
-    if size < SIZE or filesystems.is_in_memory(directory):
+    if size < SIZE or mountinfo.is_in_memory(directory):
         return BUFFERED
     device = device_of(directory)
     if device not in _known:

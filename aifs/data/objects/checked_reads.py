@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
+from aifs.core.tasks import is_complete
 from aifs.data.checking.checks import (
     DIGEST_BYTES,
     DIGESTS_AT_ONCE,
@@ -22,7 +23,6 @@ from aifs.data.checking.checks import (
 from aifs.data.chunk_codec import digest_of
 from aifs.data.objects.cached_reads import WHOLE_BLOCKS_FROM, Stage, collect
 from aifs.data.objects.columns import Columns, columns_of
-from aifs.data.objects.races import is_complete
 from aifs.data.reading.patterns import AccessPattern
 from aifs.data.reading.read_cache import FilledSource
 from aifs.data.server import name_of

@@ -10,10 +10,10 @@ from typing import Any
 
 from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
+from aifs.core.tasks import is_complete, some_of
 from aifs.data.latency import Latency
 from aifs.data.objects.coding import code_of
 from aifs.data.objects.holes import find_data, first_range
-from aifs.data.objects.races import is_complete, some_of
 from aifs.data.patience import until_answered
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers

@@ -13,12 +13,11 @@ from typing import Any
 import trio
 
 from aifs.core.errors import FsError, Unavailable
-from aifs.core.tasks import run_all
+from aifs.core.tasks import is_complete, run_all, some_of
 from aifs.data.objects.cached_reads import CachedReads, Run, Sources, collect, ranges_of, runs_of
 from aifs.data.objects.checked_reads import FileBlocks
 from aifs.data.objects.coding import code_of
 from aifs.data.objects.columns import Columns, FetchAll, Range
-from aifs.data.objects.races import is_complete, some_of
 from aifs.data.reading.buffers import scatter
 from aifs.data.reading.read_cache import BLOCK_MAX, Block, FilledSource, ReadCache
 from aifs.data.servers import Servers
