@@ -45,8 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """No example fails because the machine has much else to do; new ones are drawn with --long,
     else always the same. The hundreds of processes that are started share what one has compiled,
-    and end by SIGINT, also where the tests run in the background of a shell, which ignores it.
-    """
+    and end by SIGINT, also where the tests run in the background of a shell, which ignores it."""
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if free < _NEEDED_BYTES:
         pytest.exit(
@@ -98,8 +97,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Where a store is opened in the test's process, the test runs once on each engine that is
-    asked for.
-    """
+    asked for."""
     asked = metafunc.config.getoption("--engines")
     if asked is None:
         path = metafunc.definition.path
@@ -164,8 +162,7 @@ def directory(scratch: Path) -> Path:
 @pytest.fixture(params=["memory", "disk"])
 def place(request: pytest.FixtureRequest, scratch: Path, tmp_path: Path) -> Path:
     """An empty directory, of either kind: where calls may stay on the trio thread, and where they
-    go to workers.
-    """
+    go to workers."""
     return tmp_path if request.param == "disk" else scratch
 
 
@@ -182,8 +179,7 @@ def a_postgres(
     request: pytest.FixtureRequest, postgres_servers: postgres.Servers
 ) -> postgres.Postgres:
     """A running PostgreSQL of the wheel; of both kinds where the test is marked with
-    ``tests.support.postgres.BOTH``. It may be killed, stopped and started again.
-    """
+    ``tests.support.postgres.BOTH``. It may be killed, stopped and started again."""
     return postgres_servers.get(request.param)
 
 

@@ -33,9 +33,8 @@ class Totals:
     """Of copies that must not be evicted; they count in ``dirty`` or ``clean``, too."""
     evictable: int = 0
     """Of clean copies that are neither open nor pinned."""
-    oldest_first: OrderedDict[int, int] = field(
-        default_factory=OrderedDict
-    )  # id to bytes of what may be evicted
+    # Id to bytes of what may be evicted.
+    oldest_first: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     @property
     def used(self) -> int:

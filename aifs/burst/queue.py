@@ -357,11 +357,9 @@ class Queue:
 
     def _give_back(self, entry: QueueEntry, at: float, failures: int) -> None:
         assert entry.taken
-        entry.taken, entry.ready_at, entry.failures = (
-            False,
-            _NEVER if entry.withheld else at,
-            failures,
-        )
+        entry.taken = False
+        entry.ready_at = _NEVER if entry.withheld else at
+        entry.failures = failures
         self._place(entry)
 
     def _move(self, entry: QueueEntry, at: float, rank: Rank) -> None:

@@ -133,10 +133,8 @@ class ContainerRecords:
         walk = self._walk_of(inode)
         if (first, start) != (walk.number, walk.offset) and not walk.is_broken:
             wrong = self._lacking(f"nothing in the list covers bytes {walk.offset} to {start}")
-        walk.number, walk.offset = (
-            first + len(extents),
-            start + sum(extent.length for extent in extents),
-        )
+        walk.number = first + len(extents)
+        walk.offset = start + sum(extent.length for extent in extents)
         walk.is_broken = False
         if wrong:
             self._lost(inode, first, wrong)

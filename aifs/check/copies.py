@@ -124,10 +124,8 @@ class CopyCheck:
             subject = f"checksums of objects {oid}" if ino is None else ino
             # Recovery would take the dirty mark away, and then nobody could tell.
             is_dirty = ino is not None and await self._records.get(keys.dirty(ino)) is not None
-            fix, stage = (
-                partial(namespace.drop_checksums, oid=oid),
-                RECOVERY if is_dirty else RECORDS,
-            )
+            fix = partial(namespace.drop_checksums, oid=oid)
+            stage = RECOVERY if is_dirty else RECORDS
             self._records.problem("stray-record", subject, reason, fix, stage)
 
 

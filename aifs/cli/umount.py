@@ -180,9 +180,8 @@ def _drain(mountpoint: str) -> Left:
 def find_undrained(mountpoint: str) -> Left:
     try:
         return within(NOTICE_S, left, [mountpoint])
-    except (
-        OSError
-    ):  # a mount that cannot tell, because its metadata is gone, has to go all the same
+    except OSError:
+        # a mount that cannot tell, because its metadata is gone, has to go all the same
         return Left(0, 0, 0)
 
 

@@ -155,9 +155,8 @@ class MountedGroup:
             or told["missing_ranks"] == told["ranks"]
         ):
             return False
-        shown = {
-            one["rank"]: one["state"] for one in ranks
-        }  # of many those that have not committed, or some of them
+        # Of many those that have not committed, or some of them.
+        shown = {one["rank"]: one["state"] for one in ranks}
         if (
             shown.get(rank, "committed" if told["missing_ranks"] <= len(shown) else "")
             == "committed"
@@ -202,9 +201,8 @@ class MountedGroup:
             told = self._told_safely()
             failure = self._publish_error(told) or self._explained(error, told)
             self._failure = failure
-            if told.get("state") == _OPEN and (
-                error.errno != errno.EINVAL or file
-            ):  # it will not get any further
+            if told.get("state") == _OPEN and (error.errno != errno.EINVAL or file):
+                # it will not get any further
                 self._give_up(
                     error.strerror or ""
                     if error.errno == errno.EINVAL

@@ -44,9 +44,8 @@ class Budget:
         """How many requests had to wait."""
         self._reserved = 0
         """Bytes that are reserved, with those of ``_released``."""
-        self._released: deque[int] = (
-            deque()
-        )  # by other threads and finalizers too, so counted later
+        # By other threads and finalizers too, so counted later.
+        self._released: deque[int] = deque()
         self._waiting: deque[tuple[int, trio.Event]] = deque()
         """Requests that wait, in order: bytes, and what is set when they are reserved."""
         self._caches: list[GiveBack] = []
@@ -128,9 +127,8 @@ class Budget:
     async def relax(self) -> float:
         """Have caches give back what has become too much; in how many seconds to do it again."""
         target = self.used - self.used // _RELAX_SHARE
-        for give_back in reversed(
-            self._caches
-        ):  # what reads keep, which came first, is of most use
+        for give_back in reversed(self._caches):
+            # what reads keep, which came first, is of most use
             if self.used > target:
                 give_back(self.used - target)
         return RELAX_EVERY_S if self.used else _RELAX_IDLE_S

@@ -32,9 +32,8 @@ def stamped_fd() -> int:
     return os.memfd_create("aifs-clock")
 
 
-os.register_at_fork(
-    after_in_child=stamped_fd.cache_clear
-)  # children close what they have inherited
+# Children close what they have inherited.
+os.register_at_fork(after_in_child=stamped_fd.cache_clear)
 
 
 def require_time(seconds: Any) -> float:

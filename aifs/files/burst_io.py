@@ -233,10 +233,8 @@ class BurstIO:
         """
         inode, status = file.inode, file.own_copy.stat()
         if status.st_mtime_ns != file.copy_mtime_ns:
-            told_ns, file.copy_mtime_ns = (
-                self._told_mtime(file, status.st_mtime_ns),
-                status.st_mtime_ns,
-            )
+            told_ns = self._told_mtime(file, status.st_mtime_ns)
+            file.copy_mtime_ns = status.st_mtime_ns
             if told_ns != inode.mtime_ns:
                 inode.mtime_ns, inode.ctime_ns = told_ns, max(inode.ctime_ns + 1, told_ns)
                 file.unsaved = True

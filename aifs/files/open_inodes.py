@@ -70,9 +70,8 @@ class OpenInodes:
         self.find_room = services.servers.descriptors.find_room
         """Waits, before something is opened, until there are descriptors for it."""
         services.servers.descriptors.add_users(table.open.values)
-        services.servers.tell_of(
-            "burst", table.handles.recall_all
-        )  # files there are read elsewhere, or not any more
+        # Files there are read elsewhere, or not any more.
+        services.servers.tell_of("burst", table.handles.recall_all)
 
     # --- into core, and out of it ---
 

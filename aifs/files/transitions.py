@@ -491,8 +491,7 @@ class Transitions:
         self, file: OpenInode, change: Callable[[Inode, Any], None], argument: Any
     ) -> None:
         """Apply ``change(inode, argument)`` to the attributes on record and in core, or to neither.
-        The gate is not needed.
-        """
+        The gate is not needed."""
         inode = file.inode
         if file.home:  # the record knows its bytes better than we do
             args = forms.change_attributes, inode.ino, change, argument

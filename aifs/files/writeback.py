@@ -62,9 +62,8 @@ class WriteBack:
 
     async def sync_all(self) -> None:
         """Bring all files to stable storage. Raises NoSpace, Unavailable."""
-        opened = list(
-            self._io.table.open
-        )  # before anything waits: a file that is closed or opened meanwhile belongs to one
+        # Before anything waits: a file that is closed or opened meanwhile belongs to one.
+        opened = list(self._io.table.open)
         await self.sync_closed_files()
         for ino in opened:
             await self.sync_inode(ino)
@@ -174,9 +173,8 @@ class WriteBack:
             self._io.table.unsynced.pop(ino, None)
             return
         try:
-            if (
-                file.inode.nlink == 0
-            ):  # the collector may be erasing it: its record must not be written again
+            if file.inode.nlink == 0:
+                # the collector may be erasing it: its record must not be written again
                 self._io.table.unsynced.pop(ino, None)
                 return
             await self._io.sync(file)

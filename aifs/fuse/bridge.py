@@ -37,9 +37,8 @@ PREFERRED_IO = 64 << 10
 page."""
 
 # Features of the kernel (flags of INIT in <linux/fuse.h>) that pyfuse3 does not ask for.
-DONT_MASK = (
-    1 << 6
-)  # the umask comes with the request: it does not count where a default ACL is inherited
+# The umask comes with the request: it does not count where a default ACL is inherited.
+DONT_MASK = 1 << 6
 PARALLEL_DIROPS = 1 << 18
 CACHE_SYMLINKS = 1 << 23  # a symlink's target never changes
 NO_OPENDIR_SUPPORT = 1 << 24  # the kernel opens directories by itself, and caches listings
@@ -168,7 +167,8 @@ def reply(unique: int, number: int, data: bytes) -> None:
             errno.ENOENT,
             errno.ENODEV,
             errno.EBADF,
-        ):  # nobody waits for it any more
+        ):
+            # nobody waits for it any more
             _log.error("the kernel refuses an answer: %s", error)  # raised, it would end the mount
 
 

@@ -396,11 +396,9 @@ class Operations(pyfuse3.Operations):
         stats, reply = await self._fs.statfs(), pyfuse3.StatvfsData()
         reply.f_bsize = reply.f_frsize = stats.block_size
         reply.f_blocks, reply.f_bfree, reply.f_bavail = stats.blocks, stats.free, stats.available
-        reply.f_files, reply.f_ffree, reply.f_favail = (
-            stats.files,
-            stats.files_free,
-            stats.files_free,
-        )
+        reply.f_files = stats.files
+        reply.f_ffree = stats.files_free
+        reply.f_favail = stats.files_free
         reply.f_namemax = stats.name_max
         return reply
 

@@ -72,8 +72,7 @@ class Pattern(NamedTuple):
 
 class Transfer(NamedTuple):
     """The chunks from ``first`` to before ``end`` of class ``kind`` (its index) go from a source to
-    a destination.
-    """
+    a destination."""
 
     kind: int
     first: int
@@ -109,8 +108,7 @@ def plan(pattern: Pattern) -> Plan:
 
 def _place_others(pattern: Pattern, counts: list[dict[tuple[int, int], int]]) -> float:
     """Let the chunks that are missing in ``counts`` go where they end first; returns when the last
-    one ends. Raises NoSpace.
-    """
+    one ends. Raises NoSpace."""
     sent, taken = [0] * len(pattern.sources), [0] * len(pattern.destinations)
     passed = [0] * len(pattern.links)
 
@@ -167,8 +165,7 @@ def _transfers(counts: list[dict[tuple[int, int], int]]) -> list[Transfer]:
 
 class _Line:
     """Bytes in a row, cut into pieces with an owner each; taken from the front. Where all pieces
-    are empty, the bytes being lost in rounding, the first owner has them.
-    """
+    are empty, the bytes being lost in rounding, the first owner has them."""
 
     def __init__(self, pieces: list[tuple[int, float]]) -> None:
         self._pieces = [(owner, length) for owner, length in pieces if length > 0] or pieces[:1]
@@ -184,8 +181,7 @@ class _Line:
 
     def take(self, length: float) -> None:
         """Take no more than ``left``; the last piece never ends, since sums of parts are
-        rounded.
-        """
+        rounded."""
         self.left -= length
         if self.left <= 0 and not self.is_last:
             self._at += 1
@@ -231,8 +227,7 @@ def _senders(pattern: Pattern) -> tuple[dict[tuple[int, ...], _Line], float]:
 
 def _takers(pattern: Pattern) -> tuple[_Line, float]:
     """All bytes, cut up among the destinations, and the least time in which they can be taken.
-    Raises NoSpace.
-    """
+    Raises NoSpace."""
     left, rate = pattern.bytes, sum(node.bandwidth for node in pattern.destinations)
     by_time_s = sorted(
         (node.space / node.bandwidth, node.space, node.bandwidth)
@@ -301,8 +296,7 @@ class Network:
 
     def max_flow(self, start: int, end: int, time: float, enough: float) -> float:
         """The value of a maximum flow at ``time``; stops when it is within rounding of
-        ``enough``.
-        """
+        ``enough``."""
         self.residual = [
             0.0 if edge & 1 else self.capacity(edge, time) for edge in range(len(self.head))
         ]
@@ -319,8 +313,7 @@ class Network:
 
     def _label(self, start: int, end: int) -> bool:
         """Breadth first: the distance of every node from ``start``, -1 where residuals do not
-        lead.
-        """
+        lead."""
         level = self._level = [-1] * len(self.edges_of)
         level[start] = 0
         queue = deque([start])
@@ -336,15 +329,12 @@ class Network:
 
     def _block(self, start: int, end: int) -> float:
         """Send a blocking flow along labels that rise, path by path; without recursion, since paths
-        may be long.
-        """
-        level, residual, heads, edges_of, least = (
-            self._level,
-            self.residual,
-            self.head,
-            self.edges_of,
-            self._least,
-        )
+        may be long."""
+        level = self._level
+        residual = self.residual
+        heads = self.head
+        edges_of = self.edges_of
+        least = self._least
         tried = [0] * len(edges_of)  # edges of a node that lead nowhere any more
         path: list[int] = []
         node, total = start, 0.0
@@ -385,8 +375,7 @@ class Network:
         time: float,
     ) -> float:
         """The least time, not below ``time``, at which ``demand`` flows, which there must be; the
-        flow is left in place.
-        """
+        flow is left in place."""
         while self.max_flow(start, end, time, demand) < demand * (1 - _EXACT):
             inside = self.reached(start)
             cut = [

@@ -88,9 +88,8 @@ def spread(
         group: list[Candidate] = []
         for _ in range(size):
             near = Counter(other.domain for other in group)
-            best = min(
-                following, key=lambda c: (near[c.domain], in_file[c.domain])
-            )  # the first of equals
+            # The first of equals.
+            best = min(following, key=lambda c: (near[c.domain], in_file[c.domain]))
             following.remove(best)
             group.append(best)
             in_file[best.domain] += 1

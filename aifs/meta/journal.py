@@ -88,8 +88,7 @@ def encode_changes(writes: Writes) -> bytes:
 
 def decode(data: bytes, salt: int) -> Iterator[tuple[int, bytes]]:
     """(seq, payload) of each record of a segment's content, up to the first that does not belong
-    there.
-    """
+    there."""
     offset, last = FIRST_RECORD, None
     while offset + _RECORD.size <= len(data):
         length, crc, seq = _RECORD.unpack_from(data, offset)

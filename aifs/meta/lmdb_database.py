@@ -187,9 +187,8 @@ class Database:
         )
         used, page_bytes = self._used_bytes(), tables[0]["psize"]
         live = (2 + pages) * page_bytes
-        return used, live + (
-            used - live >> 8
-        )  # the list of free pages needs less than 16 bytes for each
+        # The list of free pages needs less than 16 bytes for each.
+        return used, live + (used - live >> 8)
 
     def reserve(self, length: int, used: int, live: int) -> bool:
         """Hold disk space for LMDB's next ``length`` bytes, which nobody else can take; whether

@@ -223,9 +223,8 @@ class LmdbEngine(Engine):
 
     def _count_operation(self) -> None:
         self._operations += 1
-        if (
-            self._operations % _TRIM_EVERY == 0 and not self._frozen.entries
-        ):  # else LMDB may be writing
+        if self._operations % _TRIM_EVERY == 0 and not self._frozen.entries:
+            # else LMDB may be writing
             self.database.trim()
 
     async def barrier(self, seq: int | None = None) -> None:
@@ -367,9 +366,8 @@ class LmdbEngine(Engine):
         contend for the interpreter at every key, which costs more than the work itself.
         """
         database = self.database
-        if (
-            self.commit_error
-        ):  # LMDB takes no more transactions after some errors, such as a failed sync
+        if self.commit_error:
+            # LMDB takes no more transactions after some errors, such as a failed sync
             database.reopen()
         missing = len(self._frozen.entries)
         for chunk in self._frozen.chunks(CHUNK_KEYS):

@@ -96,9 +96,8 @@ def is_below(
             answer = ino == top or known[ino]
             break
         inode = None if ino == ROOT_INO else namespace.find_inode(tx, ino)
-        if inode is None or (
-            inode.is_dir and not inode.nlink
-        ):  # removed, perhaps with all that lies below
+        if inode is None or (inode.is_dir and not inode.nlink):
+            # removed, perhaps with all that lies below
             answer = False
             break
         if inode.is_dir:

@@ -252,12 +252,10 @@ class Inode:
         elif isinstance(layout, Imported):
             form, data = IMPORTED, "\0".join(layout.source[:3]).encode()
         elif isinstance(layout, Striped):
-            form, unit, servers, count = (
-                STRIPED,
-                layout.unit,
-                _pack_servers(layout.servers),
-                len(layout.servers),
-            )
+            form = STRIPED
+            unit = layout.unit
+            servers = _pack_servers(layout.servers)
+            count = len(layout.servers)
             if layout.is_protected:
                 form, servers = (
                     PROTECTED,

@@ -26,9 +26,8 @@ from aifs.saves.storing import MemberKind, Storing
 
 __all__ = ["DrainOutcome", "GroupDrain", "GroupReport", "Prepared"]
 
-_CHUNKS_MAX = (
-    1 << 20
-)  # of one member: a file that would have more is sparse, or can wait for the usual drain
+# Of one member: a file that would have more is sparse, or can wait for the usual drain.
+_CHUNKS_MAX = 1 << 20
 
 
 class GroupDrain:

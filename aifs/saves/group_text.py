@@ -38,8 +38,7 @@ class Wanted(NamedTuple):
 def parse_group(text: str) -> Wanted:
     """The group that ``text`` asks for: ``name=step,ranks=8[,dedup=4MiB|file|no]
     [,commit=close|explicit][,timeout=10min][,grace=0s][,publish=NAME][,same_size=yes|no][,job=ID]
-    [,pending=yes|no][,step=N][,anew=yes|no]``. Raises Invalid.
-    """
+    [,pending=yes|no][,step=N][,anew=yes|no]``. Raises Invalid."""
     return wanted(dict(parse_pairs("group", text, _PARSERS, "name=step,ranks=8")))
 
 

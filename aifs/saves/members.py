@@ -180,11 +180,9 @@ class Members:
     def relieve(self, deadline_s: float) -> bool:
         """Leave open groups' files to the usual drain if the burst tier is short of room, or they
         have waited too long. Whether some are still withheld."""
-        full, oldest, withheld = (
-            self._tier.pressure >= _FULL,
-            trio.current_time() - deadline_s,
-            False,
-        )
+        full = self._tier.pressure >= _FULL
+        oldest = trio.current_time() - deadline_s
+        withheld = False
         for group in {
             group.ino: group for group in self.group_of.values() if group.is_open
         }.values():
@@ -481,9 +479,8 @@ class Members:
             if group.files.get(file.ino) is not file:
                 continue  # unlinked meanwhile
             if self.group_of.get(file.ino, group) is not group:
-                file.state = (
-                    FileState.USUAL
-                )  # this group was cancelled meanwhile, and the next one has it
+                # This group was cancelled meanwhile, and the next one has it.
+                file.state = FileState.USUAL
                 continue
             file.state = FileState.BUFFERED
             unchanged = file.closes == before[file.ino] and not self._is_written(file)

@@ -122,9 +122,8 @@ class Backup:
             engine.listen(self._tap)
 
     def _tap(self, writes: Writes, length: int) -> None:
-        if self.interval_s and (
-            self._after is not None or self._scanned
-        ):  # else only a base can follow
+        if self.interval_s and (self._after is not None or self._scanned):
+            # else only a base can follow
             self._changes.update(writes)
             self._changed_bytes += length
             if self._changed_bytes > CHANGES_MAX:
@@ -155,11 +154,9 @@ class Backup:
         untouched = self._engine.seq == self._engine.opened_seq
         if untouched and chain.seq == self._engine.found_seq:
             self._covered = self._engine.seq  # numbers are passed over when a store is opened
-            self._after, self.base_at_s, self._base_servers = (
-                chain.seq,
-                trio.current_time(),
-                self._files.servers(),
-            )
+            self._after = chain.seq
+            self.base_at_s = trio.current_time()
+            self._base_servers = self._files.servers()
             self._base_bytes = sum(found[name] for name in chain.segments if name.kind == BASE)
             self._increment_bytes = sum(
                 found[name] for name in chain.segments if name.kind == INCREMENT

@@ -58,10 +58,8 @@ class OwnerLock:
             raise StoreBusy(_describe(meta_directory)) from None
         last = files.read_at(self.fd, _LAST_BYTES, _RECORD_BYTES).strip(b"\0 ")
         digits, _, token = last.partition(b" ")
-        self.epoch, self.token = (
-            int(digits) if digits.isdigit() else 0,
-            token.decode("ascii", "replace"),
-        )
+        self.epoch = int(digits) if digits.isdigit() else 0
+        self.token = token.decode("ascii", "replace")
         """Of the last claim that was made with these metadata."""
         self._me = Owner(os.getpid(), socket.gethostname(), mountpoint)
         self.put(self._me)

@@ -363,9 +363,8 @@ def _put_all(tx: Transaction, changes: list[tuple[bytes, bytes | None]]) -> None
 async def _disarm(engine: LmdbEngine) -> None:
     """Take out untrue records, or ones dangerous to unknown objects."""
     for container in await engine.view(chunks.open_containers):
-        await engine.transact(
-            chunks.seal_container, container
-        )  # newer chunks may lie behind its end
+        # Newer chunks may lie behind its end.
+        await engine.transact(chunks.seal_container, container)
     for kind in _NOT_RESTORED:
         start, end = keys.all_of(bytes((kind,)))
         while await engine.transact(_drop_some, start, end):
@@ -394,9 +393,8 @@ def _distrust_copies(tx: Transaction, start: bytes, end: bytes) -> bytes:
         except Unavailable:
             continue  # fsck's to name
         if record.undrained:
-            tx.put(
-                key, record._replace(durable=True).encode()
-            )  # should it be missing, the file is not just empty
+            # Should it be missing, the file is not just empty.
+            tx.put(key, record._replace(durable=True).encode())
             if inode is not None and inode.in_burst:
                 namespace.put_mark(tx, inode.ino)  # it may have got another size
         elif inode is not None and inode.copy is not None and not inode.in_burst:

@@ -214,8 +214,7 @@ async def _close(fs: Filesystem) -> None:
 
 async def go_on(fs: Filesystem, still: StillOpen) -> None:
     """Bring into core what programs have open, before any request is read and any background work
-    begins. A file that cannot be brought there is logged, and its users get EBADF.
-    """
+    begins. A file that cannot be brought there is logged, and its users get EBADF."""
     kept, handles = fs.kernel.kept, fs.handles
     handles.take_over(kept.backings)
     writing: dict[int, OpenInode] = {}

@@ -46,8 +46,7 @@ _ATIME = b"atime"
 
 NEW_S = 0.1
 """close(2) of a file younger than this does not wait until other hosts see its contents, because
-they may not know its name yet. So creating many small files never waits.
-"""
+they may not know its name yet. So creating many small files never waits."""
 
 
 class OpenFiles:
@@ -106,9 +105,8 @@ class OpenFiles:
                 await self._hold(ino)
             if file.home and not (writing or file.is_joined):
                 await self._io.by_home.have_shown(file)
-            if (
-                file.home or ino in self._io.table.overtaken
-            ):  # it may have been closed there meanwhile
+            if file.home or ino in self._io.table.overtaken:
+                # it may have been closed there meanwhile
                 await self._io.by_home.follow_bytes(ino)
             if writing or flags & os.O_TRUNC:
                 _require_may_open(file.inode, flags)

@@ -104,11 +104,9 @@ async def recover(
     if not (store.clean or store.same_boot):
         await _restore_marks(store, tier)
     dirty, orphans, garbage = await store.engine.view(_read_in_flight, collector.is_ours)
-    recovered.unsynced_files, recovered.orphans, recovered.garbage = (
-        len(dirty),
-        len(orphans),
-        len(garbage),
-    )
+    recovered.unsynced_files = len(dirty)
+    recovered.orphans = len(orphans)
+    recovered.garbage = len(garbage)
     still = StillOpen(dirty, orphans) if is_mounted else StillOpen([], [])
     if is_mounted:
         dirty, orphans = [], []
@@ -319,11 +317,9 @@ async def _settle_copy(store: Store, tier: BurstTier, collector: Collector, inod
     try:
         await copy.ensure_open()
         status = copy.stat()
-        inode.size, inode.blocks, inode.mtime_ns = (
-            status.st_size,
-            status.st_blocks,
-            status.st_mtime_ns,
-        )
+        inode.size = status.st_size
+        inode.blocks = status.st_blocks
+        inode.mtime_ns = status.st_mtime_ns
         await copy.sync()
     except MissingObject:
         if store.same_boot or await store.engine.view(_is_durable, place.id):

@@ -135,8 +135,7 @@ async def test_reads_in_memory_pass_the_cache_by(servers, layout):
 @pytest.mark.sweep
 async def test_readers_and_writers(servers, layout):
     """A strict read while nobody writes shows all that was written before it, whatever is loaded
-    meanwhile.
-    """
+    meanwhile."""
     size = 4 * MIB
     objects, data = await written(servers, layout, size)
     model, chance = bytearray(data), random.Random(9)

@@ -208,8 +208,7 @@ async def test_full_containers_are_sealed_when_the_metadata_takes_it(
     servers, tmp_path, monkeypatch
 ):
     """What has been recorded in them is; and others that are full at the same time are not
-    forgotten.
-    """
+    forgotten."""
     with shelf(servers, tmp_path) as made:
         made.writer.size = 100_000
         with monkeypatch.context() as patch:
@@ -450,8 +449,7 @@ async def test_who_reads_one_container_after_the_other_takes_no_more_descriptors
 @pytest.mark.sweep
 async def test_neighbours_come_with_one_request(tmp_path):
     """Small files in the order in which they were stored: large reads, whatever the size of the
-    files.
-    """
+    files."""
     with data_servers(tmp_path, 2) as servers, shelf(servers, tmp_path) as made:
         expected = {number: content(number, 20_000) for number in range(600)}
         await made.store(expected)

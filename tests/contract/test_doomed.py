@@ -343,8 +343,7 @@ async def test_what_cannot_be_deleted_does_not_hold_up_what_can(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Objects on a server that is away are tried again; other trees do not wait for that, nor make
-    backups of their own.
-    """
+    backups of their own."""
     monkeypatch.setattr(vfs_doomed, "_BACKLOG_MAX", 3)
     monkeypatch.setattr(vfs_collector, "_BACKLOG_MAX", 3)
     async with opened(source) as fs:

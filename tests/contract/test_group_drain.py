@@ -187,8 +187,7 @@ async def test_long_lists_are_on_record_before_the_flip(directory, monkeypatch):
 
 async def test_who_opens_a_member_for_writing_has_it_stored_without_it(fs: Filesystem) -> None:
     """The others lose nothing, also where their chunks were to come from the one that has
-    changed.
-    """
+    changed."""
     drain, data = group_drain(fs), ranks(3)
     contents = await write_files(fs, data)
     inos = list(contents)
@@ -277,9 +276,8 @@ async def test_what_is_equal_in_members_is_hashed_once(fs: Filesystem) -> None:
     contents = await write_files(fs, parts)
     members, report = await store(fs, drain, list(contents))
     assert outcomes(members) == [DrainOutcome.DRAINED] * len(parts)
-    assert (
-        report.hashed_bytes == (6 + 1 + 5 + 1) * CHUNK
-    )  # the first, the zeros, all that is shifted, and a last chunk
+    # The first, the zeros, all that is shifted, and a last chunk.
+    assert report.hashed_bytes == (6 + 1 + 5 + 1) * CHUNK
     assert report.hashed_bytes + report.compared_bytes == sum(map(len, parts))
     await check_contents(fs, contents)
 
@@ -290,11 +288,9 @@ async def test_one_that_changes_while_others_are_compared_with_it_does_not_spoil
     monkeypatch.setattr(digests, "_PART_MAX", 16 * KIB)
     monkeypatch.setattr(digests, "_NOTHING", memoryview(bytearray(16 * KIB)))
     async with mounted(directory) as fs:
-        drain, data, token = (
-            group_drain(fs),
-            random.Random(1).randbytes(4 * CHUNK),
-            trio.lowlevel.current_trio_token(),
-        )
+        drain = group_drain(fs)
+        data = random.Random(1).randbytes(4 * CHUNK)
+        token = trio.lowlevel.current_trio_token()
         inos = [await write_file(fs, b"%d" % rank, data) for rank in range(3)]
         members, read, changed = [Prepared(ino) for ino in inos], digests.HashSource.read, []
         for member in members:
@@ -483,9 +479,8 @@ async def test_a_cancelled_store_leaves_what_is_not_flipped_as_it_was(fs: Filesy
 async def test_a_tiny_member_goes_to_its_inode(fs: Filesystem) -> None:
     drain = group_drain(fs)
     writer, inode = await fs.create(ROOT_INO, b"tiny", 0o600, os.O_RDWR, ROOT)
-    reader = await fs.open(
-        inode.ino, os.O_RDONLY
-    )  # else it would have gone there when it was closed
+    # Else it would have gone there when it was closed.
+    reader = await fs.open(inode.ino, os.O_RDONLY)
     await fs.write(writer.handle, 0, b"tiny")
     await fs.release(writer.handle)
     members, report = await store(fs, drain, [inode.ino, await write_file(fs, b"other", EQUAL)])
@@ -567,9 +562,8 @@ async def test_a_bad_chunk_is_replaced_for_all_before_more_files_lean_on_it(fs: 
     after = await shared_chunks(fs)
     assert after[spoilt.digest].place != spoilt
     members, report = await store(fs, drain, inos[2:])
-    assert (
-        report.verified_chunks == report.replaced_chunks == 0
-    )  # the third of them leans on what the second has seen
+    # The third of them leans on what the second has seen.
+    assert report.verified_chunks == report.replaced_chunks == 0
     await check_contents(fs, contents)
 
 

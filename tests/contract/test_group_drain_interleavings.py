@@ -46,8 +46,7 @@ class AtStep(trio.abc.Instrument):
 
 class Step:
     """One group of three files with other policies, which have chunks in common with each other and
-    with files of before.
-    """
+    with files of before."""
 
     def __init__(
         self, fs: Filesystem, rng: random.Random, contents: dict[bytes, bytes], pool: list[bytes]

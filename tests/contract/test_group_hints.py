@@ -687,8 +687,7 @@ async def test_the_last_commit_publishes_a_pending_directory(fs: Filesystem, by:
 
 async def test_closing_files_does_not_publish_a_pending_directory(fs: Filesystem) -> None:
     """Its ranks have to commit, so who asks for both is told at once, and not when all have
-    written.
-    """
+    written."""
     top = await tree(fs, b"final.pending")
     await put(fs, top, "pending", "ranks=2,step=1")
     with pytest.raises(Invalid, match="commit=explicit"):

@@ -45,9 +45,8 @@ def compressible(length: int) -> bytes:
 async def servers(tmp_path):
     """Four, of which nothing is in a page cache."""
     with data_servers(tmp_path, 4) as servers, hooked():
-        servers.hedging = Hedging(
-            math.inf
-        )  # a machine that is held up has bytes read twice, rightly
+        # A machine that is held up has bytes read twice, rightly.
+        servers.hedging = Hedging(math.inf)
         yield servers
         await servers.cache.settle()  # what is read ahead holds descriptors
 

@@ -123,8 +123,7 @@ async def test_what_a_slow_server_holds_is_told_once_for_all(
     servers, layout, behind, hangs, monkeypatch
 ):
     """Beside the file, some blocks are read: parity, and what the slow server gives in the end
-    after all.
-    """
+    after all."""
     monkeypatch.setattr(latency, "_LATE_S", math.inf)
     await stored(servers, layout)
     servers.hedging = Impatient(servers[SLOW].latency)

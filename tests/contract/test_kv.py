@@ -243,8 +243,7 @@ async def test_run_works_in_the_background_while_the_store_changes(engine):
 @pytest.mark.sweep
 async def test_reads_are_right_between_the_lmdb_transactions_of_one_commit(tmp_path):
     """LMDB reuses pages that only snapshots before the newest hold, so nobody may read through such
-    a one.
-    """
+    a one."""
     engine = LmdbEngine(str(tmp_path))
     expected = {b"k%04d" % number: bytes([number % 256]) * 900 for number in range(300)}
     await put(engine, *expected.items())

@@ -36,14 +36,12 @@ pytestmark = pytest.mark.store(base=SHAPE)
 # --- the table of rights --------------------------------------------------------------------------
 
 DENIED = {errno.EPERM, errno.EACCES}
-ANYBODY, READER, WRITER, OWNERS, ADMIN, NOBODY = (
-    "anybody",
-    "reader",
-    "writer",
-    "owner",
-    "root",
-    "nobody",
-)
+ANYBODY = "anybody"
+READER = "reader"
+WRITER = "writer"
+OWNERS = "owner"
+ADMIN = "root"
+NOBODY = "nobody"
 SUPERUSER = "root, on whatever"
 
 MAY_SET = {

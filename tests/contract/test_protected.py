@@ -77,8 +77,7 @@ async def stored(servers: Servers, layout: Striped, data: bytes = DATA, rows: in
 
 async def quiet(servers: Servers) -> None:
     """Wait until the servers have ended all that was asked of them, and nobody waits for any
-    more.
-    """
+    more."""
     while any(server.workers.outstanding for server in servers.values()):
         await trio.lowlevel.checkpoint()
 
@@ -418,8 +417,7 @@ def test_errors_are_those_of_the_filesystem() -> None:
 @pytest.mark.parametrize("step", [64 << 10, 100_000, 1 << 20])
 async def test_a_stream_reads_each_byte_of_a_degraded_file_once(servers, monkeypatch, layout, step):
     """What is read to tell lost bytes is what the stream needs next; nobody asks for lost columns,
-    nor ahead.
-    """
+    nor ahead."""
     servers.hedging = Hedging(math.inf)  # a machine that is held up has bytes read twice, rightly
     data = random.Random(3).randbytes((5 << 20) + 4321)
     oid = await stored(servers, layout, data, rows=20)

@@ -195,9 +195,8 @@ async def test_where_the_final_name_may_be(fs: Filesystem) -> None:
     ):
         with pytest.raises(error):
             await put(fs, ino, "publish-as", {"final": final}, ROOT_USER)
-    await put(
-        fs, ino, "publish-as", {"final": "tmp", "latest": "latest"}, ROOT_USER
-    )  # shown already; the pointer moves
+    # Shown already; the pointer moves.
+    await put(fs, ino, "publish-as", {"final": "tmp", "latest": "latest"}, ROOT_USER)
     assert await fs.readlink((await fs.lookup(runs, b"latest")).ino) == b"tmp"
 
 

@@ -21,8 +21,7 @@ FLOOR = BLOCK_MAX
 
 class Source:
     """An object in memory whose server takes its time. Copies at the start and at the end of a
-    request, half each.
-    """
+    request, half each."""
 
     def __init__(
         self,
@@ -144,8 +143,7 @@ async def test_a_failure_reaches_all_who_wait_and_is_not_kept(autojump_clock, nu
 
 async def hedged(cache: ReadCache, slow: Source, other: Source) -> list[object]:
     """What three readers of a block get that is asked of another source, too, after half a
-    second.
-    """
+    second."""
     results = []
 
     async def read() -> None:
@@ -359,8 +357,7 @@ steps = st.lists(
 @given(plan=steps, blocks=st.integers(0, 8), seed=st.integers(0, 1000))
 def test_like_the_object_itself(plan, blocks, seed):
     """Each byte read is one that was there at some moment of the read: its content counts the
-    writes to it.
-    """
+    writes to it."""
     chance = random.Random(seed)
     cache, budget = new_cache(blocks)
     quarter, total = UNIT // 4, BLOCKS * UNIT

@@ -355,8 +355,7 @@ async def kept(fs: Filesystem, parent: int, policy: str) -> set[bytes]:
 
 async def test_the_newest_is_the_one_that_was_published_last(fs: Filesystem) -> None:
     """Not the one that has the newest mtime: of a clock that has gone back, or because a file was
-    added.
-    """
+    added."""
     runs = await tree(fs, b"runs", files=0)
     first = await saved(fs, runs, "step-1", 1, time.time_ns() + 10**18)
     await saved(fs, runs, "step-2", 2)

@@ -39,8 +39,7 @@ HUGE = 15 << 40
 SPOTS = {0: b"begin", (1 << 40) + 12345: b"middle", HUGE - 3: b"end"}
 BOUND = 2000
 """Calls to servers, or requests of the metadata, of one operation: far fewer than pieces of the
-file.
-"""
+file."""
 
 WAITING = modes.WAITING
 LAYOUTS = {
@@ -66,8 +65,7 @@ class Counted:
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch):
     """A context in which no more than BOUND calls go to servers, and as many requests to the
-    metadata.
-    """
+    metadata."""
     counted = Counted()
     call, view, transact = DataServer.call, LmdbEngine.view, LmdbEngine.transact
 
@@ -317,8 +315,7 @@ async def test_space_that_cannot_be_reserved_is_not_promised(fs: Filesystem) -> 
 @pytest.mark.parametrize("changes", [False, True], ids=["unchanged", "changed"])
 async def test_a_long_chunk_list_is_recorded_in_parts(directory, monkeypatch, changes):
     """No transaction takes long; a file that changes meanwhile gives up what is on record of its
-    list.
-    """
+    list."""
     for module in (containers, transitions):
         monkeypatch.setattr(module, "LISTED_AT_ONCE", CHUNKS_PER_RECORD)
     spots = {number * (40 << 20): b"%d" % number * 1000 for number in range(8)}

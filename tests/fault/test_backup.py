@@ -65,8 +65,7 @@ def lose_metadata(source: Path) -> None:
 
 def restored(source: Path, at: int | None = None) -> None:
     """The metadata comes back, and fsck finds nothing but what is unknown to it; that it moves
-    aside.
-    """
+    aside."""
     restore(modes.config_of(source), "", at)
     unknown = {"orphan-object"}
     found = check(modes.config_of(source), repair=False).findings
@@ -250,8 +249,7 @@ def test_a_power_cut_while_backing_up(scratch: Path, part: int) -> None:
 
 def test_deletions_wait_for_a_backup(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the newest backup refers to stays until the next one, in whichever tier it is; without
-    backups nothing waits.
-    """
+    backups nothing waits."""
     monkeypatch.setattr(vfs_backup, "HOLD_S", 3600.0)
     source = scratch / "0"
     modes.make_store(source, ON | {"layout.inline_limit": "0"})
@@ -351,8 +349,7 @@ def test_the_copy_of_an_evicted_file_waits_for_no_backup_but_of_its_only_bytes(
 ) -> None:
     """No backup can be made after the first one. A copy that is a cache there, or is not in it, is
     deleted at once; one that is all there is of the file there stays. The metadata is lost then,
-    and what the backup has comes back with its bytes.
-    """
+    and what the backup has comes back with its bytes."""
     monkeypatch.setattr(vfs_backup, "PART_BYTES", 1 << 20)  # nothing is shipped unasked
     monkeypatch.setattr(vfs_backup, "HOLD_S", 0.0)
     source = scratch / "0"
@@ -429,8 +426,7 @@ def test_deletions_where_no_backup_can_be_made(
 @pytest.mark.sweep
 def test_bases_take_the_place_of_increments(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers hold two bases, what came after them, and nothing that a crash has left; each on
-    two servers.
-    """
+    two servers."""
 
     async def run(fs: Filesystem) -> None:
         for number in range(100):
@@ -772,8 +768,7 @@ def test_a_server_on_its_way_out_is_not_relied_on(empty: Path) -> None:
 
 def test_a_server_that_is_removed_leaves_a_backup_behind(scratch: Path) -> None:
     """What lies in its directory goes with it, also where that is all that there is, long before
-    the next backup is due.
-    """
+    the next backup is due."""
     source = scratch / "0"
     modes.make_store(source, ON | {"meta.backup_copies": "1"})
 
@@ -807,8 +802,7 @@ def test_backups_that_were_made_after_the_one_that_is_restored_are_done_with(
     empty: Path, scratch: Path
 ) -> None:
     """What a directory has may be older than what lies on the servers by then: that is of another
-    history.
-    """
+    history."""
 
     async def live(name: bytes) -> int:
         async with open_filesystem(modes.config_of(empty)) as fs:

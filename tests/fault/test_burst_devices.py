@@ -446,8 +446,7 @@ async def test_a_mount_ends_though_its_burst_directory_does_not_answer_any_more(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In order: all is safe but files that nobody has used. Nobody gets the store before the calls
-    have ended.
-    """
+    have ended."""
     monkeypatch.setattr("aifs.burst.tier._END_S", 0.1)
     monkeypatch.setattr("aifs.data.servers._END_S", 0.1)
     with hanging(str(directory / "burst"), {"unlink"}) as hang:

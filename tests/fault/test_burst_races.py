@@ -63,9 +63,8 @@ async def test_a_writer_whose_open_meets_a_sync_leaves_a_mark(directory: Path) -
             async with trio.open_nursery() as nursery:
                 with holding("sync_file", lambda path: "/meta/" in path) as syncing:
                     nursery.start_soon(open_it)
-                    await (
-                        syncing.arrived.wait()
-                    )  # the copy is the file again, and this is not durable yet
+                    # The copy is the file again, and this is not durable yet.
+                    await syncing.arrived.wait()
                     nursery.start_soon(fs.writeback.sync_inode, ino)
                     await trio.testing.wait_all_tasks_blocked(0.05)
             assert await is_marked(fs, ino)

@@ -42,8 +42,7 @@ async def leave(fs, ino: int) -> None:
 @pytest.mark.sweep
 async def test_a_file_that_was_passed_through_for_a_moment_while_it_moved_is_moved_whole(directory):
     """A worker that saw it busy gave up its piece; the others went on, and the flip saw nothing of
-    that.
-    """
+    that."""
     files = Files()
     async with mounted(directory, WHOLE) as fs:
         await files.write(fs, [30 * MIB])
@@ -54,9 +53,8 @@ async def test_a_file_that_was_passed_through_for_a_moment_while_it_moved_is_mov
             nonlocal pieces
             await trio.lowlevel.checkpoint()
             pieces += 1
-            fs.io.table.open[ino].on_object = (
-                pieces == 5
-            )  # as a program does that opens it and closes it again
+            # As a program does that opens it and closes it again.
+            fs.io.table.open[ino].on_object = pieces == 5
 
         fs.rebuild.mover.make_way = make_way
         number = (await fs.getattr(ino)).layout.servers[0]
@@ -94,8 +92,7 @@ async def test_an_object_that_has_been_cut_is_not_taken_for_a_hole_when_its_file
 
 async def test_a_read_that_the_move_of_a_column_has_overtaken_reports_no_damage(directory):
     """The old object is deleted; the column is whole elsewhere, and must not be taken for a lost
-    one.
-    """
+    one."""
     files = Files()
     async with mounted(directory, REDUNDANT["2+1"]) as fs:
         await files.write(fs, [40 * UNIT])
@@ -187,8 +184,7 @@ async def test_a_move_whose_record_could_not_be_made_durable_is_tried_again(dire
 
 async def test_who_holds_the_gate_of_a_file_alone_finds_its_objects_where_they_were(directory):
     """Such as an open that is about to pass the file through to the descriptor that it has just
-    been told.
-    """
+    been told."""
     files = Files()
     async with mounted(directory, WHOLE) as fs:
         await files.write(fs, [4 * UNIT])
@@ -216,8 +212,7 @@ async def test_a_column_that_is_remade_when_its_file_has_just_been_emptied_does_
     directory, monkeypatch, cancelled
 ):
     """The collector had deleted the objects already, and nobody else knew of the one that was made
-    again. The rebuild may be cancelled just then, and an engine may give way to that.
-    """
+    again. The rebuild may be cancelled just then, and an engine may give way to that."""
     waiting, go_on = trio.Event(), trio.Event()
     following = ColumnSource.following
 

@@ -163,8 +163,7 @@ class Mounted:
 
     async def share(self, contents: list[bytes], copy_of: "Copies") -> list[int]:
         """The same as extent lists: equal chunks are stored once, but for the first of each third
-        file.
-        """
+        file."""
         inos = [await self.ids.take() for _ in contents]
         oids = [await self.ids.take() for _ in contents]
         lists: list[list[Extent]] = []
@@ -361,8 +360,7 @@ async def work(
     redundancy: Redundancy,
 ) -> None:
     """Store, delete and compact until a crash. ``expected``: durable; ``doubtful``: may be there or
-    not.
-    """
+    not."""
     rng = random.Random(seed)
     copies = Copies(directory.parent)
     try:

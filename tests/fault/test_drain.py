@@ -217,8 +217,7 @@ async def test_a_change_cancels_the_drain_without_a_trace(directory, kind, chang
 @pytest.mark.store(WAITING | {"burst.drain_bandwidth": "4MiB"})
 async def test_cancelled_between_pieces(fs: Filesystem) -> None:
     """A drain that is cancelled while it copies stops there, and the writer does not wait for
-    it.
-    """
+    it."""
     data = random.Random(2).randbytes(16 << 20)
     ino, _ = await write_file(fs, b"f", data)
     fs.drain.request([ino])

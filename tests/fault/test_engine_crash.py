@@ -150,8 +150,7 @@ def test_every_point_of_the_metadata_is_swept():
 
 def crash_and_recover(directory, copy, begin, point, rng):
     """One life of the store; checks what the next one finds, and returns how many transactions that
-    are.
-    """
+    are."""
     with PowerCut(directory) as cut:
         engine = LmdbEngine(str(directory), commit_interval_s=0.001)
         assert content(engine) == after(begin)
@@ -237,8 +236,7 @@ def test_a_power_cut_while_the_store_is_made_leaves_one_that_can_be_made(scratch
 
 def test_what_a_cut_left_behind_a_torn_record_never_comes_back(scratch):
     """Records 1 and 3 reached the disk, 2 did not; after recovery a new record ends just where 3
-    begins.
-    """
+    begins."""
     with opened(scratch / "0") as engine:
         for number in (b"1", b"2", b"3"):
             trio.run(engine.transact, lambda tx, number=number: tx.put(b"key", number))
@@ -281,8 +279,7 @@ def test_kill_9_loses_nothing_acknowledged(scratch, life):
 
 def child_main(directory, begin):
     """Commit transactions for ever, and write the number of each to standard output when it has
-    returned.
-    """
+    returned."""
     shrink()
     engine = LmdbEngine(directory, commit_interval_s=0.001)
 
@@ -407,8 +404,7 @@ def fill(path):
 @pytest.mark.sweep
 def test_a_full_disk(small_disk, caplog, monkeypatch):
     """The journal's reserve takes changes while LMDB cannot; then they are refused; nothing is
-    lost.
-    """
+    lost."""
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 64 << 10)
     store = small_disk / "meta"
     store.mkdir()
@@ -511,8 +507,7 @@ def work(engine, function, numbers):
 
 def test_on_a_full_disk_what_frees_space_still_works(small_disk, caplog, monkeypatch):
     """Also after a restart: what makes the store larger is refused while LMDB still has room in its
-    own file.
-    """
+    own file."""
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 32 << 10)
     store = small_disk / "meta"
     store.mkdir()

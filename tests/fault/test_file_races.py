@@ -43,8 +43,7 @@ async def fs(directory: Path) -> AsyncIterator[Filesystem]:
 
 class Held:
     """Operations that wait in their worker threads until ``release``; ``seen`` are the paths of all
-    that came.
-    """
+    that came."""
 
     def __init__(self) -> None:
         self.arrived = trio.Event()
@@ -141,9 +140,8 @@ async def test_a_write_that_had_to_wait_looks_again_at_what_it_waited_for(fs: Fi
         await gate.enter_alone()
         nursery.start_soon(fs.write, handle, 0, b"c" * UNIT)
         await trio.testing.wait_all_tasks_blocked()
-        await fs.io.capacity._discard(
-            fs.io.table.open[ino]
-        )  # what a truncation to zero does behind the gate
+        # What a truncation to zero does behind the gate.
+        await fs.io.capacity._discard(fs.io.table.open[ino])
         gate.leave_alone()
     assert bytes(await fs.read(handle, 0, 3 * UNIT)) == b"c" * UNIT
     assert await is_marked(fs, ino)

@@ -95,8 +95,7 @@ def reaches(mode: str, point: str) -> bool:
 
 def cases_of(points: list[str]) -> list[tuple[str, str]]:
     """Each point without a burst tier, where there is a way to it then, and in one other mode in
-    turn.
-    """
+    turn."""
     chosen = []
     for number, point in enumerate(points):
         modes = [mode for mode in MODES if reaches(mode, point)]
@@ -219,8 +218,7 @@ def require_sound(directory: Path) -> None:
 
 def cut_power(directory: Path, copy: Path, point: str, ledger: Ledger, rng: random.Random) -> Lives:
     """Work until the power fails at ``point``; what may be left of the store is in ``copy``
-    then.
-    """
+    then."""
     with PowerCut(directory) as cut:
 
         def stop_if_crashed() -> None:
@@ -243,8 +241,7 @@ def cut_power(directory: Path, copy: Path, point: str, ledger: Ledger, rng: rand
 
 def cut_power_again(directory: Path, copy: Path, rng: random.Random) -> bool:
     """The power fails while the store recovers, if it gets that far; then the outcome is in
-    ``copy``.
-    """
+    ``copy``."""
 
     async def recover() -> None:
         async with open_filesystem(config_of(directory)) as fs:
@@ -420,8 +417,7 @@ async def work_through(
     directory: Path, hook: OneFault, rng: random.Random, scrubs_clean: bool
 ) -> tuple[Ledger, list[int]]:
     """Work, with one fault in between. Returns what must be there afterwards, and the errors that
-    came.
-    """
+    came."""
     ledger, errors = Ledger(), []
     try:
         async with open_filesystem(config_of(directory)) as fs, Kernel(fs) as kernel:
@@ -453,8 +449,7 @@ async def work_through(
 
 def sweep_fault(directory: Path, error: int, seed: int, scrubs_clean: bool = False) -> str:
     """``scrubs_clean``: a scrub beside the failing disk may find nothing. Returns what has
-    failed.
-    """
+    failed."""
     rng = random.Random(f"{error} {seed}")
     hook = OneFault(rng.randint(1, 400), error)
     files.set_hook(hook)

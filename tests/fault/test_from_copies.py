@@ -142,15 +142,15 @@ class Files:
 
     async def objects_beyond_help(self, fs: Filesystem) -> list[Path]:
         """Of each object set, one object more than it can do without, the same bytes in all of
-        them.
-        """
+        them."""
         paths = []
         for ino, oid, layout in await self.layouts(fs):
+            # A small file lacks the latter.
             columns = (
                 0,
                 *range(layout.width, len(layout.servers)),
                 *range(1, layout.width),
-            )  # a small file lacks the latter
+            )
             found = [
                 Path(fs.store.servers[layout.servers[column]].where((ino, oid)))
                 for column in columns
@@ -256,11 +256,12 @@ async def test_a_scrub_restores_what_nothing_else_tells(files, fs, policy, how):
     assert told["evict"]["restored_files"] == len(SIZES)
     await files.settled(fs)
     status = await scrub(fs)
+    # Nor is anything left in containers.
     assert (status["from_copies"], status["flaws"], status["wrong"]) == (
         0,
         0,
         [],
-    )  # nor is anything left in containers
+    )
 
 
 @pytest.mark.sweep
@@ -358,9 +359,8 @@ def test_what_a_scrub_has_found_is_known_until_it_is_verified(files: Files) -> N
 
     async def mend(fs: Filesystem) -> None:
         assert await needy(files, fs) == files.contents.keys()
-        assert not await fs.from_copies.restore_users(
-            0, 1 << 40
-        )  # of a container that nobody needs
+        # Of a container that nobody needs.
+        assert not await fs.from_copies.restore_users(0, 1 << 40)
         assert (await scrub(fs))["wrong"] == []
         await files.settled(fs)
 
@@ -463,8 +463,7 @@ def test_a_server_that_is_away_when_it_is_to_be_left_is_done_without(
     files: Files, policy: str
 ) -> None:
     """``aifs server drain``: what only it has comes from copies, and when it is back it is removed
-    like any other.
-    """
+    like any other."""
 
     async def leave(fs: Filesystem) -> None:
         for number in gone:
@@ -516,9 +515,8 @@ def test_only_files_without_copies_are_lost_with_a_server(files: Files) -> None:
             "1 file cannot be read without"
         )
         status = await scrub(fs)
-        assert {entry["inode"] for entry in status["wrong"]} == {
-            ino
-        }  # a lost server says that nothing is there
+        # A lost server says that nothing is there.
+        assert {entry["inode"] for entry in status["wrong"]} == {ino}
         await fs.unlink(keys.ROOT_INO, b"file-%d" % (len(SIZES) - 1))
         fs.forget([ino])
         del files.contents[ino]
@@ -676,10 +674,11 @@ def test_a_copy_that_was_never_synced_is_judged_after_a_power_cut_if_it_is_neede
         await files.compare(fs)
 
     async def mend(fs: Filesystem) -> None:
+        # Known by now.
         assert [(await fs.getattr(ino)).copy is not None for ino in files.contents] == [
             True,
             False,
-        ]  # known by now
+        ]
         assert (await scrub(fs))["wrong"] == []
         await files.settled(fs)
 

@@ -46,8 +46,7 @@ def new_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], DamagedS
 
 class Crash:
     """Crashes when something happens for the ``occurrence``-th time; ``happened``: it came to
-    that.
-    """
+    that."""
 
     def __init__(self, occurrence: int) -> None:
         self._left = occurrence
@@ -86,8 +85,7 @@ def _damage(store: DamagedStore) -> None:
 
 def _lose_objects(store: DamagedStore) -> None:
     """Objects that belong to nobody, beyond the last window of ids, where recovery does not
-    look.
-    """
+    look."""
     for number, root in enumerate(store.config.servers):
         directory = Path(root, "objects/f/00")
         directory.mkdir(parents=True)
@@ -160,8 +158,7 @@ def test_a_repair_that_crashes_while_it_moves_objects_loses_none(
 
 def _random_damage(rng: random.Random, tx: Transaction) -> None:
     """Remove, change, double or exchange a few records; identity and server table stay: the store
-    opens.
-    """
+    opens."""
     records = [(key, value) for key, value in tx.range(b"T", b"\xff") if key[:1] != b"s"]
     for _ in range(rng.randint(1, 4)):
         key, value = rng.choice(records)

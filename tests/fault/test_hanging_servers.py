@@ -60,8 +60,7 @@ SMALL = 3000  # many fit into a container
 @pytest.fixture(autouse=True)
 def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So that the paths of all descriptors are known, and everything is done by workers; and failed
-    drains are soon tried again.
-    """
+    drains are soon tried again."""
     monkeypatch.setattr(queue, "_BACK_OFF_MIN_S", 0.05)
     with hooked():
         yield
@@ -76,8 +75,7 @@ async def opened(
     servers: int = SERVERS,
 ) -> AsyncIterator[Filesystem]:
     """``sound``: the server answers when this ends. However slow the machine is, the others do not
-    seem to hang.
-    """
+    seem to hang."""
     settings = MODES[mode] | (settings or {})
     async with stores.opened(
         directory, settings, base=SETTINGS, servers=servers, sound=sound
@@ -320,8 +318,7 @@ async def test_nobody_waits_for_its_bytes_in_the_background(
     directory: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scrub goes through all there is, files that can be told by others leave the server, staging
-    of others goes on.
-    """
+    of others goes on."""
     monkeypatch.setattr(scrub, "_PAUSE_S", 0.01)
     async with opened(directory, mode, {"layout.count": 1}, servers=SERVERS + 1) as fs:
         contents = await write_some(fs, *(b"%d" % number for number in range(12)))
@@ -471,9 +468,8 @@ async def test_a_close_does_not_wait_for_ever(directory: Path) -> None:
     async with opened(directory, "plain", settings) as fs:
         with hanging(server(fs).address, ("truncate",)):
             inos = []
-            for number in range(
-                SERVERS
-            ):  # on each of them the first unit of one, which are holes then
+            for number in range(SERVERS):
+                # on each of them the first unit of one, which are holes then
                 (handle, *_), inode = await fs.create(
                     stores.ROOT_INO, b"%d" % number, 0o600, os.O_RDWR, stores.ROOT
                 )
@@ -533,8 +529,7 @@ async def test_a_mount_ends_though_a_server_hangs(
     directory: Path, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In order: what lies there is drained, or stays where it is. Nobody gets the store before all
-    has landed.
-    """
+    has landed."""
     contents = {}
     with hanging(str(directory / "data" / str(BAD))) as hang:
         hang.release()

@@ -228,8 +228,7 @@ async def test_a_signal_comes_while_the_grant_is_on_its_way(autojump_clock: obje
 @pytest.mark.parametrize("seed", range(12))
 async def test_nobody_has_a_lock_twice(autojump_clock: object, seed: int) -> None:
     """Programs on hosts lock, wait, give up and close; hosts die, freeze and come; connections end
-    before and after a request has been carried out.
-    """
+    before and after a request has been carried out."""
     async with simulated(seed, faults=0.03) as (cluster, nursery):
         judge, choose = Judge(cluster), random.Random(seed)
         hosts = [cluster.join(nursery) for _ in range(4)]

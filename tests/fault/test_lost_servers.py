@@ -63,8 +63,7 @@ def flip_bits(server: str, snapshot: Path) -> None:
 
 def restore_old_state(server: str, snapshot: Path) -> None:
     """An administrator puts a backup of the directory back, from before half of the files were
-    written.
-    """
+    written."""
     shutil.rmtree(Path(server) / "objects", ignore_errors=True)
     shutil.copytree(snapshot / Path(server).name, server, dirs_exist_ok=True)
 
@@ -95,9 +94,8 @@ async def fill(scratch: Path, settings: dict[str, object]) -> tuple[Config, dict
 async def survive(scratch: Path, policy: str, kind: str, lost: tuple[int, ...]) -> None:
     settings, _ = POLICIES[policy]
     config, sizes = await fill(scratch, settings)
-    holding = [
-        server for server in config.servers if objects_of(server)
-    ]  # few containers lie on few servers
+    # Few containers lie on few servers.
+    holding = [server for server in config.servers if objects_of(server)]
     for server in {holding[number % len(holding)] for number in lost}:
         LOSSES[kind](server, scratch / "snapshot")
     async with served(config) as fs:
@@ -113,8 +111,7 @@ async def survive(scratch: Path, policy: str, kind: str, lost: tuple[int, ...]) 
 
 def cases(chosen: Callable[[int], bool]) -> list[tuple[str, str, tuple[int, ...]]]:
     """Every policy, kind of loss and set of servers; of them every one whose number is
-    ``chosen``.
-    """
+    ``chosen``."""
     found = [
         (policy, kind, lost)
         for policy, (_, tolerated) in POLICIES.items()

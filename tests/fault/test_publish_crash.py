@@ -76,8 +76,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Saver:
     """Saves checkpoints one after the other. ``seen`` is what has been acknowledged, ``coming``
-    what is under way.
-    """
+    what is under way."""
 
     def __init__(self, directory: Path, rng: random.Random, seen: State) -> None:
         self.directory, self.rng = directory, rng
@@ -225,8 +224,7 @@ def stop(cut: Cut, saver: Saver, arm: Callable[[], None], saves: int) -> None:
 
 def sweep(scratch: Path, mode: str, point: str | None, seed: int) -> int:
     """Two crashes, one after the other. Returns how many publications were under way when they
-    came.
-    """
+    came."""
     rng = random.Random(f"{mode} {point} {seed}")
     directory, state, caught = scratch / "0", State({}), 0
     make_store(directory, SETTINGS | MODES[mode])

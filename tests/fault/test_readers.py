@@ -62,8 +62,7 @@ class Story:
 
     async def write(self) -> None:
         """A new version, piece by piece, in place. Readers may meet two numbers in a file, but not
-        in a piece.
-        """
+        in a piece."""
         while self.goes_on:
             number = self.rng.randrange(FILES)
             version = self.begun[number] + 1

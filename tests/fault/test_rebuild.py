@@ -189,8 +189,7 @@ async def test_a_read_that_meets_a_missing_column_has_it_rebuilt(directory, kind
 @pytest.mark.store(REDUNDANT["3+2"])
 async def test_wrong_bytes_are_not_spread(fs: Filesystem) -> None:
     """A column is told by the right ones of the others, and the wrong ones are found and mended,
-    too.
-    """
+    too."""
     files = Files()
     await files.write(fs, [3 << 20])
     [ino] = files.contents
@@ -335,8 +334,7 @@ async def test_files_that_need_all_servers_stay(fs: Filesystem) -> None:
 
 async def paused_move(fs: Filesystem, number: int, act: Callable[[], Awaitable[None]]) -> None:
     """Have all leave a server; when the first object is being written somewhere, ``act`` before it
-    goes on.
-    """
+    goes on."""
     waiting, go_on = trio.Event(), trio.Event()
 
     async def hold() -> None:
@@ -566,8 +564,7 @@ async def test_columns_of_containers_are_made_anew(directory, kind, spoil):
 @asynccontextmanager
 async def containers_of(directory: Path, kind: str, sizes: list[int], sound: bool = True):
     """A filesystem with files in containers alone; it, the files, and the paths of the columns of
-    each container.
-    """
+    each container."""
     files = Files()
     async with mounted(
         directory, REDUNDANT[kind] | {"layout.kind": "interleaved"}, sound=sound
@@ -592,8 +589,7 @@ CHUNKED = [5000, 60_000, 3000, 900_000, 1 << 20, 1 << 20, 100_000] * 4
 @pytest.mark.parametrize("kind", ["1x3", "3+2"])
 async def test_wrong_bytes_of_containers_are_not_spread(directory, kind):
     """Of a lost column, a wrong byte in one that is left, in any part of it: in records, headers,
-    chunks, padding.
-    """
+    chunks, padding."""
     rng = random.Random(2)
     async with containers_of(directory, kind, CHUNKED) as (fs, files, paths):
         for container, columns in paths.items():

@@ -168,8 +168,7 @@ async def test_nothing_is_found_where_nothing_is_wrong(fs: Filesystem, files: Fi
 @pytest.mark.sweep
 async def test_what_is_wrong_only_once_is_not_wrong(fs, files, monkeypatch):
     """Bytes, or lengths, that were read while something changed, which looks afterwards as it did
-    before.
-    """
+    before."""
     spoilt = set()
     read_now = Columns.read_now
 
@@ -194,8 +193,7 @@ async def test_what_is_wrong_only_once_is_not_wrong(fs, files, monkeypatch):
 @pytest.mark.sweep
 async def test_every_flip_is_found_and_repaired(fs: Filesystem, files: Files) -> None:
     """Data, replicas, parity, chunks, headers: whatever is hit, the bytes are what they were
-    afterwards.
-    """
+    afterwards."""
     chance = random.Random(3)
     await files.write(fs, PROTECTED)
     objects = await files.objects(fs)
@@ -273,16 +271,13 @@ def test_what_is_lost_is_named_with_all_its_names(
         ino = files.inos[b"chunks", b"file-3"]
         oid = (await fs.getattr(ino)).oid
         place = (await fs.store.engine.view(chunks.get_extents, oid, MIB, 0))[1][0].place
-        flip(
-            fs.store.servers[place.server].where((0, place.container)), place.offset + 20
-        )  # its header
+        # Its header.
+        flip(fs.store.servers[place.server].where((0, place.container)), place.offset + 20)
         status = await scrub(fs)
         assert status["flaws"] == 0
         told = {frozenset(item["paths"]): item for item in status["wrong"]}
-        striped, chunk = (
-            told[frozenset(("/plain/file-4", "/second-\udcff"))],
-            told[frozenset(("/chunks/file-3",))],
-        )
+        striped = told[frozenset(("/plain/file-4", "/second-\udcff"))]
+        chunk = told[frozenset(("/chunks/file-3",))]
         assert (striped["start"], striped["end"], striped["servers"]) == (
             0,
             MIB,
@@ -401,10 +396,8 @@ async def test_scrubs_while_files_are_written_find_nothing(fs: Filesystem) -> No
                 await fs.unlink(*place)
                 fs.forget([names.pop(place)])
             elif place in names:
-                offset, data = (
-                    chance.randrange(200_000),
-                    chance.randbytes(chance.randrange(1, 150_000)),
-                )
+                offset = chance.randrange(200_000)
+                data = chance.randbytes(chance.randrange(1, 150_000))
                 await overwrite(fs, names[place], offset, data)
             else:
                 parent, name = place

@@ -172,9 +172,8 @@ async def test_a_server_that_is_not_registered(servers):
             await use
     objects.close()
     assert servers.find(8) is None
-    assert (
-        await delete_batch(servers, {OID: (INO, Striped(4096, (0, 8)))}) == {}
-    )  # what lies there is nobody's concern
+    # What lies there is nobody's concern.
+    assert await delete_batch(servers, {OID: (INO, Striped(4096, (0, 8)))}) == {}
 
 
 # --- directories that vanish ----------------------------------------------------------------------
@@ -309,8 +308,7 @@ async def test_a_server_that_hangs_does_not_hold_up_others(servers):
 
 async def test_a_cancelled_read_leaves_its_thread_buffer_and_descriptor(servers, tmp_path):
     """It ends at once; neither the buffer nor the descriptor is given to others while the thread
-    uses them.
-    """
+    uses them."""
     objects = new_objects(servers, Striped(MIB, (1,)))
     await objects.write(0, b"a" * MIB)
     stall = Stall("read_into", servers[1].address)
@@ -497,8 +495,7 @@ async def test_a_server_is_added_while_others_work(servers, tmp_path):
 @pytest.mark.parametrize("seed", range(12))
 def test_what_was_synced_survives_a_power_cut(tmp_path, seed):
     """Files that share directories are written, synced, left unsynced and deleted; then the power
-    goes.
-    """
+    goes."""
     rng = random.Random(seed)
     root = tmp_path / "store"
     root.mkdir()

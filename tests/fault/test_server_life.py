@@ -156,9 +156,8 @@ async def test_a_server_is_drained_and_removed(scratch: Path, kind: str) -> None
         ) == (None, None)
         with pytest.raises(Invalid, match="^there is no data server 1 in this store"):
             await order(fs, "drain", id=1)
-        await order(
-            fs, "add", path=config.servers[1], domain="rack-z"
-        )  # it is an empty directory now
+        # It is an empty directory now.
+        await order(fs, "add", path=config.servers[1], domain="rack-z")
         assert (await row(fs, 5))["domain"] == "rack-z"  # under a new number
     await require_sound(config)
     async with served(config) as fs:
@@ -482,8 +481,7 @@ async def test_a_removal_that_is_asked_for_in_other_words_meanwhile_is_not_forgo
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first look through the store takes its time; then the answer is that to the last
-    order.
-    """
+    order."""
     config = await make(scratch, KINDS["plain"])
     count, going_on = server_admin.count_uses, trio.Event()
 

@@ -71,8 +71,7 @@ def findings(source: Path, deep: bool = True) -> list[Finding]:
 
 class Work:
     """Random saves and all that ends them. ``contents``: what the files have, by inode number;
-    ``names``: where they are.
-    """
+    ``names``: where they are."""
 
     def __init__(self, redundancy: Redundancy, seed: int) -> None:
         self.contents: dict[int, bytes] = {}

@@ -26,8 +26,7 @@ def scratch() -> Iterator[Path]:
 @pytest.fixture
 def mounted(scratch: Path) -> Iterator[Mounted]:
     """A mounted store with the default options; afterwards it is unmounted, fsck'ed and its log
-    checked.
-    """
+    checked."""
     with mounted_store(scratch) as store:
         yield store
 

@@ -28,8 +28,7 @@ def used_bytes(directory: Path) -> int:
 
 def test_a_small_file_takes_no_huge_page_of_the_medium() -> None:
     """With huge=always each took 2 MiB, which the drain cleared while requests waited: small files
-    were read at one of two speeds, by whether the drain was done.
-    """
+    were read at one of two speeds, by whether the drain was done."""
     from systems import medium
 
     with medium(None) as base:

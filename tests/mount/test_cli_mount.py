@@ -64,8 +64,7 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
 @contextmanager
 def placed(directory: Path) -> Iterator[Place]:
     """A store, not mounted. Afterwards it is sound, its log is clean, and no mount or daemon is
-    left.
-    """
+    left."""
     made = Place(directory)
     try:
         yield made

@@ -109,8 +109,7 @@ def test_what_a_killed_job_had_committed_is_not_taken_for_the_next_ones(
 @pytest.fixture
 def left(mount: Mounted, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory where a job was killed when one rank had committed and the others had not
-    come.
-    """
+    come."""
     for name in coordination.JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")

@@ -23,8 +23,7 @@ Host = Callable[..., Path]
 @pytest.fixture
 def host(scratch: Path, database: TestDatabase) -> Host:
     """Makes the SOURCE of a host of that name; all have the same servers and database. ``changes``
-    replace parts of its text.
-    """
+    replace parts of its text."""
 
     def make(name: str = "alpha", **changes: str) -> Path:
         place = {

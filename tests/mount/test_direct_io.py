@@ -20,8 +20,7 @@ TRIES = 300
 
 def write_both_ways(path: Path) -> int:
     """How often fsync fails with EIO: the kernel says so when it meets pages that a mapping has
-    just made dirty again.
-    """
+    just made dirty again."""
     errors = 0
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     os.ftruncate(fd, SIZE)

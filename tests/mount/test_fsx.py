@@ -284,10 +284,8 @@ def test_kill_loses_no_byte_that_was_written(mounted: Mounted) -> None:
                 del held[size:]
                 held.extend(bytes(size - len(held)))
             else:
-                offset, data = (
-                    rng.randrange(40_000),
-                    payload(rng.randrange(1 << 30), rng.randint(1, 20_000)),
-                )
+                offset = rng.randrange(40_000)
+                data = payload(rng.randrange(1 << 30), rng.randint(1, 20_000))
                 os.pwrite(fds[path], data, offset)
                 held.extend(bytes(max(0, offset - len(held))))
                 held[offset : offset + len(data)] = data
@@ -301,8 +299,7 @@ def test_kill_loses_no_byte_that_was_written(mounted: Mounted) -> None:
 
 def _thrash_region(path: Path, start: int, end: int, seed: int) -> bytes:
     """Random writes to, and reads of, the bytes from ``start`` to ``end`` of a shared file; what is
-    there at last.
-    """
+    there at last."""
     rng = random.Random(seed)
     expected = bytearray(end - start)
     fd = os.open(path, os.O_RDWR)

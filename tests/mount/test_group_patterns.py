@@ -24,8 +24,7 @@ OF_BYTES, PER_FILE = 0.03, 64 << 10
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mounted]:
     """One mount for all cases, which have different models; no backup of the metadata comes onto
-    its servers.
-    """
+    its servers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with mounted_store(tmp_path_factory.mktemp("group"), ("meta.backup_interval=0",)) as store:
@@ -39,8 +38,7 @@ def on_servers(store: Mounted) -> int:
 
 def save_step(store: Mounted, name: str, states: Sequence[gpt.State], form: str) -> int:
     """All ranks save into a directory of their own as one grouped write; the bytes that this has
-    put on the servers.
-    """
+    put on the servers."""
     before = on_servers(store)
     directory = store.path / name
     directory.mkdir()
@@ -75,9 +73,8 @@ def require_distinct(stored: int, expected: int, files: int) -> None:
 def test_the_servers_get_the_distinct_bytes(store: Mounted, way: str, form: str) -> None:
     training = gpt.Training(seed=[*gpt.WAYS].index(way) * 2 + (form == "pt"))
     before: list[gpt.State] = []
-    for step in range(
-        2
-    ):  # step 0: moments are zero, which costs nothing, and equal, which must not stick
+    for step in range(2):
+        # step 0: moments are zero, which costs nothing, and equal, which must not stick
         states = gpt.WAYS[way](training, RANKS)
         expected = gpt.new_bytes(states, before)
         stored = save_step(store, f"{way}-{form}@{step}", states, form)

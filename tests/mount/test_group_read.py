@@ -70,8 +70,7 @@ def read_at_once(
     store: Mounted, paths: Sequence[Path], content: bytes, flags: int = 0, apart: bool = False
 ) -> float:
     """Processes begin to read these at the same time. How often the servers are asked for each byte
-    of a file.
-    """
+    of a file."""
     evict(store, set(paths))
     before = asked(store)
     firsts = [number * (SIZE // len(paths) // MIB * MIB) * apart for number in range(len(paths))]

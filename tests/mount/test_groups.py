@@ -77,8 +77,7 @@ def until(condition: Callable[[], bool]) -> None:
 @contextmanager
 def other_process(code: str, *args: object) -> Iterator[subprocess.Popen]:
     """A process that may be a rank; ``code`` ends with the line "ready". It is killed in the
-    end.
-    """
+    end."""
     text = "import sys; from tests.mount.test_groups import *; top = Path(sys.argv[1])\n" + code
     command = [sys.executable, "-c", text, *map(str, args)]
     root = Path(__file__).parents[2]

@@ -23,8 +23,7 @@ LINES_MIN = 60
 
 def content(name: str, part: int) -> bytes:
     """What a client writes; a function of the name it first had, so that anybody can check it.
-    Never zero.
-    """
+    Never zero."""
     rng = random.Random(f"{name} {part}")
     length = rng.choice((rng.randint(1, 3000), rng.randint(1, 200_000)))
     return bytes([rng.randint(1, 255)]) * length
@@ -117,8 +116,7 @@ def _walk(top: Path) -> tuple[set[str], dict[str, Path]]:
 
 def client(top: str, manifest: str, seed: str) -> None:
     """Runs in a process of its own, until the daemon is gone: that is the one error that may
-    come.
-    """
+    come."""
     rng = random.Random(seed)
     known = Manifest()
     known.read(Path(manifest))
@@ -154,10 +152,8 @@ def client(top: str, manifest: str, seed: str) -> None:
     number, life = 0, seed.split()[0]
     while True:
         number += 1
-        names, empty = (
-            sorted(known.files),
-            sorted(known.directories - {os.path.dirname(n) for n in known.files}),
-        )
+        names = sorted(known.files)
+        empty = sorted(known.directories - {os.path.dirname(n) for n in known.files})
         kind = rng.choice(
             ("create", "create", "append", "append", "fsync", "rename", "mkdir", "unlink", "rmdir")
         )
@@ -178,8 +174,7 @@ def client(top: str, manifest: str, seed: str) -> None:
 
 def _mend_append(path: str, first: str, parts: int) -> bool:
     """Finish an append that a kill has cut: it may have been part of several requests to the
-    daemon.
-    """
+    daemon."""
     with open(path, "r+b") as file:
         data = content(first, parts)
         file.seek(sum(len(content(first, n)) for n in range(parts)))
@@ -255,8 +250,7 @@ class Load:
 
     def _await_lines(self, process: subprocess.Popen, number: int, goal: int) -> None:
         """Until the client has written so many lines; it is the client that is waited for, not the
-        clock.
-        """
+        clock."""
         watch = os.pidfd_open(process.pid)
         try:
             while self._read(number).count < goal:

@@ -53,14 +53,12 @@ def test_a_lost_metadata_directory_comes_back(mounted: Mounted, tmp_path: Path) 
 
 def test_nothing_is_restored_under_a_daemon_that_goes_on(mounted: Mounted, tmp_path: Path) -> None:
     """It does not notice that its metadata directory is gone; a second one would write to the same
-    servers.
-    """
+    servers."""
     (mounted.path / "file").write_bytes(b"here")
     aifs("meta", "backup", mounted.path)
     meta = mounted.source / "meta"
-    mounted.expected.append(
-        "takes no changes .*the journal keeps them"
-    )  # if a commit falls into this moment
+    # If a commit falls into this moment.
+    mounted.expected.append("takes no changes .*the journal keeps them")
     shutil.move(meta, tmp_path / "meta")
     refused = aifs("meta", "restore", mounted.source, check=False)
     assert refused.returncode and "is mounted here" in refused.stderr and not meta.exists()

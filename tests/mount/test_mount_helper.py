@@ -34,8 +34,7 @@ exec cat
 
 class System:
     """A mount namespace of its own with a formatted store: what is installed there is nowhere
-    else.
-    """
+    else."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

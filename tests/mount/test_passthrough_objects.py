@@ -89,9 +89,8 @@ def test_the_daemon_is_not_needed_for_reading(store: Mounted, path: Path) -> Non
     before = reads(store)
     with path.open("rb", buffering=0) as file:
         with mmap.mmap(file.fileno(), SIZE, prot=mmap.PROT_READ) as mapped, stopped(store):
-            assert (
-                os.pread(file.fileno(), SIZE + 1, 0) == CONTENT
-            )  # no other call: that might ask for attributes
+            # No other call: that might ask for attributes.
+            assert os.pread(file.fileno(), SIZE + 1, 0) == CONTENT
             assert mapped[:] == CONTENT
     assert reads(store) == before
 
@@ -167,9 +166,8 @@ def test_a_second_reader_of_a_file_that_is_written_first_and_the_other_way_round
         with path.open("rb", buffering=0) as other:
             assert other.read(6) == b"direct" and reads(store) == before
     until_closed(store)
-    assert (
-        path.read_bytes() == b"direct" + CONTENT[6:]
-    )  # still dirty: through the daemon, from no old page
+    # Still dirty: through the daemon, from no old page.
+    assert path.read_bytes() == b"direct" + CONTENT[6:]
     assert reads(store) > before
 
 

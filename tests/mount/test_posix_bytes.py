@@ -84,8 +84,7 @@ def test_data_and_hole_seeking_is_correct_if_not_clever(here: Path) -> None:
 
 def test_data_that_a_mapping_has_written_is_found(here: Path, file: Path) -> None:
     """Also where the kernel holds it back, as of a file that is not passed through when it is
-    opened first.
-    """
+    opened first."""
     file.chmod(0o4755)
     fd = os.open(file, os.O_RDWR)
     os.ftruncate(fd, 0)

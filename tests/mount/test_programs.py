@@ -158,8 +158,7 @@ for number in range(100_000):
 @pytest.mark.parametrize("journal", ["wal", "delete", "truncate"])
 def test_sqlite_survives_kill(remounted: Mounted, on_remounted: Path, journal: str) -> None:
     """A writer, and then the whole filesystem, is killed in mid-transaction; what was committed is
-    there.
-    """
+    there."""
     path = on_remounted / "base.sqlite"
     base = sqlite3.connect(path)
     base.execute(f"pragma journal_mode = {journal}")

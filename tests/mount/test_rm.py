@@ -49,9 +49,8 @@ def test_trees_and_files_go(mount_store, options: tuple[str, ...]) -> None:
     make_tree(top, 20, 20)
     other.write_bytes(b"x")
     before = used_inodes(mounted.path)
-    assert (
-        len(os.listdir(mounted.path)) == 2 and len(list(top.rglob("*"))) == 420
-    )  # the kernel knows it all
+    # The kernel knows it all.
+    assert len(os.listdir(mounted.path)) == 2 and len(list(top.rglob("*"))) == 420
     with open(top / "d3" / "f1", "r+b") as file:
         inside = os.open(top / "d4", os.O_RDONLY | os.O_DIRECTORY)
         aifs("rm", "-r", top, other)
@@ -85,8 +84,7 @@ def test_a_name_is_free_as_soon_as_the_command_returns(here: Path) -> None:
 
 def _removed(name: Path) -> tuple[int, int]:
     """Removes a tree; the errors of looking for it and of making a file of its name, asked for at
-    once.
-    """
+    once."""
     assert main(["rm", "-r", str(name)]) == 0
     return errno_of(os.lstat, name), errno_of(os.close, os.open(name, os.O_CREAT | os.O_WRONLY))
 
@@ -167,9 +165,8 @@ def test_users_remove_their_own(
     here.chmod(parent[0])
     os.chown(here / "tree", owner, owner)
     if parent[0] & stat.S_ISVTX and "kernel.bridge=off" in module_mount.options:
-        answer = (
-            errno.EPERM
-        )  # in sticky directories the kernel lets nobody but the owner set extended attributes
+        # In sticky directories the kernel lets nobody but the owner set extended attributes.
+        answer = errno.EPERM
     assert (
         in_process(lambda: errno_of(remove_tree, str(here), "tree"), caller, groups=groups)
         == answer

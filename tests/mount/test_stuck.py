@@ -39,8 +39,7 @@ def wait_until_stalled(pid: int) -> None:
 @contextmanager
 def blocked(mounted: Mounted) -> Iterator[subprocess.Popen]:
     """A program that holds a directory's lock and waits for the daemon, which wants to invalidate a
-    name there.
-    """
+    name there."""
     directory = mounted.path / "directory"
     (directory / "tree").mkdir(parents=True)
     # Other tests drop the kernel's caches, and to look the name up anew takes the directory's lock.

@@ -28,8 +28,7 @@ FORK = multiprocessing.get_context("fork")
 
 class Replica:
     """One rank's model and optimizer. What it holds after a step depends on the rank and the step
-    alone.
-    """
+    alone."""
 
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
@@ -102,7 +101,8 @@ def rank_main(run: Path, rank: int, goal: int, say: Any) -> None:
         if getattr(error, "errno", None) in (
             errno.ENOTCONN,
             errno.ECONNABORTED,
-        ):  # the daemon is gone
+        ):
+            # the daemon is gone
             os._exit(1)
         sys.excepthook(*sys.exc_info())
         os._exit(2)
@@ -152,8 +152,7 @@ class Job:
 
     def await_moment(self, rng: random.Random) -> None:
         """Until some moment of some save: one of its files shows, or it has ended before we have
-        seen it.
-        """
+        seen it."""
         step, rank = self.saved + rng.randint(1, 3), rng.randrange(RANKS)
         name = rng.choice(
             (

@@ -31,8 +31,7 @@ EACCES, EPERM = errno.EACCES, errno.EPERM
 @pytest.fixture(params=["mount", "plain"])
 def here(module_mount: Mounted, request: pytest.FixtureRequest) -> Iterator[Path]:
     """An empty directory, on the mount or on the filesystem below it, that everybody may write
-    to.
-    """
+    to."""
     parent = module_mount.path if request.param == "mount" else module_mount.path.parent
     with tempfile.TemporaryDirectory(dir=parent) as directory:
         os.chmod(directory, 0o777)
@@ -252,8 +251,7 @@ def test_hints_that_decide_about_the_files_of_others_are_for_the_owner(
     here: Path, module_mount: Mounted
 ) -> None:
     """Who may write to a directory could have it removed by marking it, and have others' files
-    stored without copies.
-    """
+    stored without copies."""
     mounted_only(here, module_mount)
     shared = here / "shared"
     shared.mkdir()
@@ -300,9 +298,8 @@ def test_a_refusal_says_why_to_who_asked(here: Path, module_mount: Mounted) -> N
     assert of_bob(lambda: door.put(str(shared), "tier", "burst")) == (
         f"{shared}: only its owner and root may do this"
     )
-    owned(
-        shared, ALICE, ALICE, 0o755
-    )  # the kernel refuses by itself: what was said before does not count
+    # The kernel refuses by itself: what was said before does not count.
+    owned(shared, ALICE, ALICE, 0o755)
     assert of_bob(lambda: door.put(str(shared), "drain")) == f"{shared}: Permission denied"
     (shared / "tree").mkdir()
     owned(shared / "tree", ALICE, ALICE, 0o755)

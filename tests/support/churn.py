@@ -75,8 +75,7 @@ class Churn:
 
     async def step(self) -> None:
         """One random operation, if there is something to do it to. Raises FsError as the filesystem
-        does.
-        """
+        does."""
         kind = self.rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         self._kind = kind
         await getattr(self, f"_{kind}")()
@@ -209,9 +208,8 @@ class Churn:
             other: entry for other, entry in now.items() if (other + b"/").startswith(path + b"/")
         }
         elsewhere = {entry.ino for other, entry in now.items() if other not in below}
-        if not any(
-            entry.ino in elsewhere for entry in below.values()
-        ):  # those would lose a link some time later
+        if not any(entry.ino in elsewhere for entry in below.values()):
+            # those would lose a link some time later
             state = {other: entry for other, entry in now.items() if other not in below}
             await self._change(state, self.fs.remove_tree, *self._place(path))
 
@@ -271,8 +269,7 @@ class Churn:
 
     async def _publish(self, path: bytes, new: bytes, state: State, flags: int = 0) -> None:
         """A rename: if the new name is there, so are the bytes below it, and when it returns, the
-        name is.
-        """
+        name is."""
         moving = (path, new) if flags == EXCHANGE else (path,)
         below = {
             entry.ino
@@ -416,8 +413,7 @@ class Churn:
 
     async def _group(self) -> None:
         """Some files get equal parts, and are stored together as far as nobody else has drained
-        them already.
-        """
+        them already."""
         paths = [
             path
             for path in self._paths(stat.S_IFREG)

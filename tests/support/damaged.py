@@ -134,8 +134,7 @@ class DamagedStore:
 
     async def _share(self, fs: Filesystem) -> None:
         """Two files that have the chunk COMMON in common; the first one has many records of its
-        extent list.
-        """
+        extent list."""
         private = Segment(os.urandom(70), is_shared=False)
         contents = {
             "/a/first": [COMMON, private, *[Segment(bytes(UNIT))] * 150, COMMON],
@@ -282,8 +281,7 @@ class DamagedStore:
 
     def shared_container(self) -> tuple[int, Path]:
         """Number and path of the container that all shared chunks lie in, beside the own chunk of
-        /z/other.
-        """
+        /z/other."""
         oid = self.inode("/z/other").oid
         record = self.transact(lambda tx: tx.get(keys.chunk_list(oid, 0)))
         ((number, _, _),) = chunks.decode_shares(record)

@@ -46,8 +46,7 @@ def opened(table: dict[int, str], threads: int = 8) -> Iterator[Servers]:
 @contextmanager
 def data_servers(parent: Path, count: int = 4) -> Iterator[Servers]:
     """``count`` new servers below ``parent``, identified; on leaving, no thread and no descriptor
-    may be left.
-    """
+    may be left."""
     with threads_end(0), opened(make_table(parent, count)) as servers:
         yield servers
     assert open_below(parent) == []
@@ -56,8 +55,7 @@ def data_servers(parent: Path, count: int = 4) -> Iterator[Servers]:
 @contextmanager
 def threads_end(patience_s: float = 60) -> Iterator[None]:
     """On leaving, the threads of data servers that were started inside have ended, or do so in
-    time. Those of an earlier test are that test's failure alone.
-    """
+    time. Those of an earlier test are that test's failure alone."""
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
@@ -82,8 +80,7 @@ def open_below(parent: Path) -> list[str]:
 
 class FaultHook:
     """Calls ``action(op, path)`` before each operation on persistent files; it may raise or
-    wait.
-    """
+    wait."""
 
     installed: "FaultHook | None" = None
 
@@ -123,8 +120,7 @@ def hooked(action: Callable[[str, str], None] = lambda op, path: None) -> Iterat
 @contextmanager
 def failing(ops: str | tuple[str, ...], below: str, number: int = errno.EIO) -> Iterator[list[str]]:
     """Operations ``ops`` on paths below ``below`` fail with ``number``. Yields the list of those
-    that did, but for probes.
-    """
+    that did, but for probes."""
     ops = (ops,) if isinstance(ops, str) else ops
     failed: list[str] = []
 
@@ -140,8 +136,7 @@ def failing(ops: str | tuple[str, ...], below: str, number: int = errno.EIO) -> 
 
 async def list_window(servers: Servers, first_oid: int, end_oid: int) -> list[tuple[int, int, int]]:
     """(server id, ino, oid) of all objects with first_oid <= oid < end_oid on servers that are
-    present. Raises Unavailable.
-    """
+    present. Raises Unavailable."""
     everywhere = [server for server in servers.values() if not server.absent]
     results = await gather(
         [(server.workers, server.list_range, (first_oid, end_oid)) for server in everywhere]

@@ -204,8 +204,7 @@ class Conflicting(Suspending):
 
 def _write_as_another_host(tx: Transaction, inodes: list[bytes]) -> None:
     """What any host may do to an inode at any time without harm: its ctime is a bit later. A
-    directory's is patched, as by who makes a name there.
-    """
+    directory's is patched, as by who makes a name there."""
     tx.add(keys.COUNTER_IDS, 1)
     for key in inodes:
         record = tx.get(key)
@@ -220,8 +219,7 @@ def _write_as_another_host(tx: Transaction, inodes: list[bytes]) -> None:
 
 class Stopping(LmdbEngine):
     """Suspends one call where a test says: before or after the transaction or the view of a
-    function, by its name, until ``go`` is set. ``stopped`` is set when it has got there.
-    """
+    function, by its name, until ``go`` is set. ``stopped`` is set when it has got there."""
 
     _place: tuple[str, str] | None = None
 

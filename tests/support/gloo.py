@@ -15,8 +15,7 @@ PATIENCE_S = 200
 
 def run_ranks(body: Callable[[int, Path], None], directory: Path, ranks: int) -> list[str]:
     """``body(rank, directory)`` in so many processes; what went wrong in each: a traceback, "died",
-    "hangs", or "".
-    """
+    "hangs", or ""."""
     fork = multiprocessing.get_context("fork")
     running = []
     for rank in range(ranks):

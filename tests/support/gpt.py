@@ -95,8 +95,7 @@ class Training:
         self, rate: float = 1e-3, beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8
     ) -> None:
         """One step of Adam (Kingma and Ba, 2015). The batch has every token, so no gradient is all
-        zero.
-        """
+        zero."""
         self.step += 1
         order = torch.randperm(
             self.size.vocabulary, generator=torch.Generator().manual_seed(self.seed + self.step)
@@ -107,11 +106,9 @@ class Training:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None:
                 continue
-            gradient, first, second = (
-                parameter.grad.float(),
-                self.exp_avg[name],
-                self.exp_avg_sq[name],
-            )
+            gradient = parameter.grad.float()
+            first = self.exp_avg[name]
+            second = self.exp_avg_sq[name]
             first.lerp_(gradient, 1 - beta1)
             second.lerp_(gradient.square(), 1 - beta2)
             scale = (second / (1 - beta2**self.step)).sqrt_().add_(eps)
@@ -136,8 +133,7 @@ def data_parallel(training: Training, ranks: int) -> list[State]:
 
 def zero1(training: Training, ranks: int) -> list[State]:
     """ZeRO-1, and ZeRO-2, which differs in gradients alone: parameters everywhere, flat slices of
-    the optimizer's state.
-    """
+    the optimizer's state."""
     parts = _flat_parts(training.optimizer(), ranks)
     return [_own(training.parameters()) | part for part in parts]
 
@@ -236,8 +232,7 @@ def new_bytes(
 
 def save(state: State, path: Path) -> None:
     """Written by torch.save (nested: model, optimizer's kinds), or as safetensors, by the name's
-    ending.
-    """
+    ending."""
     if path.suffix == ".safetensors":
         save_safetensors(state, path)
         return

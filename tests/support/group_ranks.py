@@ -198,8 +198,7 @@ def open_below(directory: Path) -> Iterator[str]:
 
 def await_closed(directory: Path) -> None:
     """Wait until this process has nothing open there. A group that fails is closed a little after
-    its outcome is known, and until then umount(8) finds its mount busy.
-    """
+    its outcome is known, and until then umount(8) finds its mount busy."""
     end = time.monotonic() + WAIT_S
     while any(open_below(directory)):
         assert time.monotonic() < end

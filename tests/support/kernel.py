@@ -322,8 +322,7 @@ class Kernel:
 
     def map(self, handle: int, length: int, access: int = os.O_RDWR) -> mmap.mmap | None:
         """A shared mapping of a passed-through file, which outlives the handle; None if it cannot
-        be. It is writable, unless ``access`` is O_RDONLY.
-        """
+        be. It is writable, unless ``access`` is O_RDONLY."""
         fd, flags = self._direct.get(handle, _NOT_DIRECT)
         if (
             fd is None
@@ -345,9 +344,8 @@ def _as_sent(argument: Any) -> Any:
 
 
 def _open_backing(path: str, access: int) -> int:
-    os.close(
-        os.open(path, access | os.O_NONBLOCK)
-    )  # EWOULDBLOCK: the filesystem has kept its lease
+    # EWOULDBLOCK: the filesystem has kept its lease.
+    os.close(os.open(path, access | os.O_NONBLOCK))
     if path.startswith("/proc/") and os.path.exists(name := os.readlink(path)):
         path = name  # a test's hook knows the file by that
     return files.open_file(path, write=access != os.O_RDONLY)

@@ -34,24 +34,20 @@ State = dict[bytes, Entry]
 @dataclass
 class Ledger:
     """Filled by whoever calls the filesystem: ``begin`` before each change of names, ``done`` after
-    it.
-    """
+    it."""
 
     states: list[State] = field(default_factory=lambda: [{}])
     acknowledged: int = 0  # index of a state
     durable: int = 0  # the same
     versions: dict[int, list[bytes]] = field(default_factory=dict)  # of regular files
-    written: dict[int, int] = field(
-        default_factory=dict
-    )  # index of the version that was acknowledged last
-    floors: list[tuple[int, dict[int, int]]] = field(
-        default_factory=list
-    )  # (state, versions from there on)
+    # Index of the version that was acknowledged last.
+    written: dict[int, int] = field(default_factory=dict)
+    # (state, versions from there on).
+    floors: list[tuple[int, dict[int, int]]] = field(default_factory=list)
     coming: dict[bytes, bytes] = field(default_factory=dict)
     """By name, what files hold that a clone is about to make, whose numbers nobody knows yet."""
-    trace: list[tuple] = field(
-        default_factory=list
-    )  # all of it in order, for whoever looks into a failure
+    # All of it in order, for whoever looks into a failure.
+    trace: list[tuple] = field(default_factory=list)
 
     @classmethod
     def of(cls, tree: dict[bytes, Found]) -> "Ledger":
@@ -111,8 +107,7 @@ class Ledger:
         self, state: int, files: Iterable[int], written: dict[int, int] | None = None
     ) -> None:
         """If the tree is at ``state`` or later, ``files`` have at least the versions acknowledged
-        by now.
-        """
+        by now."""
         written = written or self.written
         self.floors.append((state, {ino: written[ino] for ino in files}))
 

@@ -45,8 +45,7 @@ class Mismatch(AssertionError):
 
 def run(config: Config, ops: list[Op]) -> int:
     """All operations, on a freshly formatted store; returns how often it was killed. Raises
-    Mismatch.
-    """
+    Mismatch."""
     oracle, numbers, position, kills = Oracle(keeps=config.trash.keep_s > 0), {ROOT: ROOT}, 0, 0
     while position < len(ops):
         oracle, numbers, position, killed = in_child(_live, config, oracle, numbers, ops, position)
@@ -56,8 +55,7 @@ def run(config: Config, ops: list[Op]) -> int:
 
 def in_child(function: Callable, *args: Any) -> Any:
     """What ``function`` returns in a process of its own. Where that ends with ``True`` the process
-    was killed.
-    """
+    was killed."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

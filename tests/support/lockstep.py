@@ -63,8 +63,7 @@ class Life:
         call: Callable[..., Awaitable[Any]] | None = None,
     ) -> tuple[Any, Any] | None:
         """Call the method of both, of the filesystem ``call`` if that is given. The two results, or
-        None where both failed with the same errno.
-        """
+        None where both failed with the same errno."""
         self.oracle.clock = now = Stamp(clock.kernel_ns(), _END_OF_TIME)
         expected, expected_error = _attempt(getattr(self.oracle, method), oracle_args)
         found, found_error = None, None
@@ -366,8 +365,7 @@ class Life:
 
     def _place(self, slot: int, offset: int) -> int:
         """Where a write goes; for a handle with O_APPEND the kernel asks for the end of the
-        file.
-        """
+        file."""
         return self.target(slot).size if slot in self._appending else offset
 
     async def _write(self, slot: int, seed: int, length: int, offset: int) -> None:
@@ -449,8 +447,7 @@ class Life:
 
     async def _seek(self, slot: int, offset: int, whence: int) -> None:
         """What is passed over on the way to the next data, and what follows a hole's begin, must be
-        zeros.
-        """
+        zeros."""
         inode = self.target(slot)
         if inode is None:
             return
@@ -597,8 +594,7 @@ class Life:
 
     async def _list_some(self, slot: int, batches: int) -> None:
         """Go on with a listing; at its end, it must have been true to what stayed and what came and
-        went.
-        """
+        went."""
         if slot not in self._dirs:
             return
         number, handle, cookie, seen = self._dirs[slot]

@@ -97,8 +97,7 @@ class Machine:
 
     def run(self, op: Op) -> tuple:
         """("ok", value) or (errno's name,), and what the operation did to the files that it
-        mentions.
-        """
+        mentions."""
         before = self.describe(op)
         with self.inside():
             started_ns = time.time_ns()
@@ -121,8 +120,7 @@ class Machine:
 
     def describe(self, op: Op) -> dict[Any, dict[str, int] | None]:
         """Attributes of everything mentioned: paths, the directories that they are in,
-        descriptors.
-        """
+        descriptors."""
         if op[0] == "as_user":
             op = op[2]
         found: dict[Any, dict[str, int] | None] = {}
@@ -137,8 +135,7 @@ class Machine:
 
     def tree(self) -> dict[bytes, tuple]:
         """Everything below the root: attributes, content, extended attributes, and which names are
-        links.
-        """
+        links."""
         found: dict[bytes, tuple] = {}
         inodes: dict[int, bytes] = {}
         with self.inside():
@@ -271,8 +268,7 @@ class Machine:
         self, slot: int, length: int, offset: int, protection: int
     ) -> tuple[mmap.mmap, int] | None:
         """A shared mapping of the whole range, or None where a page of it lies beyond the end of
-        the file.
-        """
+        the file."""
         fd = self._fd(slot)
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or not length or offset + length > info.st_size:
@@ -311,8 +307,7 @@ class Machine:
     def _poke(self, number: int, seed: int, length: int, offset: int) -> int | None:
         """Write to a kept mapping, by way of /proc: where the file has been cut, that is an error
         and no signal. Not behind the end within the last page: kernel filesystems differ in whether
-        such bytes are seen when the file grows over them (ext4 clears them, tmpfs does not).
-        """
+        such bytes are seen when the file grows over them (ext4 clears them, tmpfs does not)."""
         mapping, fd = self._maps.get(number, (None, -1))
         if mapping is None or offset + length > len(mapping):
             return None
@@ -469,9 +464,8 @@ def _changes(op: Op, before: dict, after: dict, started_ns: int, timed: bool) ->
         )
         old = known.get(new["ino"])
         same_size = kind in ("truncate", "ftruncate") and old and old.get("size") == new.get("size")
-        fifo = stat.S_ISFIFO(
-            new["mode"]
-        )  # the kernel alone carries its bytes, and tells FUSE nothing
+        # The kernel alone carries its bytes, and tells FUSE nothing.
+        fifo = stat.S_ISFIFO(new["mode"])
         # Cutting a file to the size that it has may touch its times or not, and the kernel's "now"
         # has coarse ticks.
         if old is None or kind in _UNTIMED or same_size or fifo or sets_now or not timed:

@@ -649,8 +649,7 @@ class Oracle:
 
     def end(self, crashed: bool) -> None:
         """The filesystem ends, with open files. A crash loses no byte, but may set times of writes
-        back.
-        """
+        back."""
         self.handles.clear()
         self._access.clear()
         self.dir_handles.clear()

@@ -23,8 +23,7 @@ def armed(point: str, act: Callable[[], object]) -> Iterator[None]:
 
 def once(point: str, act: Callable[[], object]) -> list[int]:
     """Have ``act`` called when the point is reached for the first time. Returns a list that then
-    has an element.
-    """
+    has an element."""
     calls: list[int] = []
 
     def reached() -> None:

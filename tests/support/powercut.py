@@ -110,8 +110,7 @@ class _Directory:
 
 def make_sizes_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that commits, new windows of ids and growth of the map happen all the time; each cut is a
-    new boot.
-    """
+    new boot."""
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 64 << 10)
     monkeypatch.setattr(lmdb_engine, "CHUNK_KEYS", 20)
     monkeypatch.setattr(lmdb_engine, "COMMIT_AGE_S", 0.02)
@@ -126,8 +125,7 @@ def make_sizes_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_copies_one_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that a cut left is opened by the owner that had the store, wherever it was written
-    to.
-    """
+    to."""
     monkeypatch.setattr(ownership, "place_of", lambda meta: (0, 0, 0))
 
 
@@ -165,8 +163,7 @@ class PowerCut:
 
     def crash_at(self, point: str, occurrence: int = 1) -> None:
         """Raise SimulatedCrash when ``point`` is reached for the ``occurrence``-th time from
-        now.
-        """
+        now."""
         self._crash_points[point] = occurrence
         faults.arm(point, lambda: self._reached(point))
 
@@ -277,8 +274,7 @@ class PowerCut:
 
     def materialise(self, target: Path, rng: random.Random) -> None:
         """Fill the empty or missing ``target`` with a state that a cut now, or at the crash, may
-        leave.
-        """
+        leave."""
         PowerCut.boots += 1
         with self._lock:
             _write_tree(self._tree, target, rng)

@@ -22,8 +22,7 @@ ask = partial(stores.ask, name="pending")
 @asynccontextmanager
 async def opened(directory: Path, sound: bool = True) -> AsyncIterator[Filesystem]:
     """The store of the test, in whose root all may write; without ``sound`` the test sees to fsck
-    itself.
-    """
+    itself."""
     async with stores.opened(
         directory, base=modes.WAITING | {"layout.unit": "4KiB"}, sound=sound
     ) as fs:

@@ -37,8 +37,7 @@ def _drawn(value: Any, rng: random.Random) -> Any:
 
 class Weighted:
     """A table of operations, which are drawn in proportion to their weights; it begins with the
-    rows of *base*.
-    """
+    rows of *base*."""
 
     def __init__(self, base: "Weighted | None" = None) -> None:
         self._draws: dict[str, Draw] = dict(base._draws) if base else {}
@@ -46,8 +45,7 @@ class Weighted:
 
     def add(self, kind: str, weight: int, *arguments: Any, draw: Draw | None = None) -> None:
         """Add a row. A function among *arguments* draws one, any other value is one; or *draw*
-        draws them all together.
-        """
+        draws them all together."""
         self._draws[kind] = draw or (lambda rng: tuple(_drawn(each, rng) for each in arguments))
         self._weights.append(weight)
 

@@ -25,8 +25,7 @@ ME = Caller()
 
 class Segment(NamedTuple):
     """A range of a file, which becomes one extent: zeros (of ``data``, the length counts), or a
-    chunk of these bytes.
-    """
+    chunk of these bytes."""
 
     data: bytes
     is_shared: bool = True
@@ -165,11 +164,9 @@ def _record(
         inode = namespace.get_inode(tx, ino)
         garbage += namespace.discard_layout(tx, inode)
         inode.mtime_ns = mtimes[ino]
-        inode.layout, inode.oid, inode.size = (
-            layout,
-            oids[ino],
-            sum(extent.length for extent in rows),
-        )
+        inode.layout = layout
+        inode.oid = oids[ino]
+        inode.size = sum(extent.length for extent in rows)
         namespace.put_inode(tx, inode)
     chunks.put_lost(tx, lost)
     return garbage

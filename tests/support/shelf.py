@@ -44,8 +44,7 @@ def slots_on(servers: tuple[int, ...], redundancy: Redundancy) -> tuple[Striped,
 
 class Shelf:
     """Writer, reader, and a catalogue in memory. ``lists``: chunks by oid, those of the file's
-    own.
-    """
+    own."""
 
     def __init__(
         self,

@@ -82,10 +82,8 @@ def test_a_window_that_cannot_be_kept_is_left_alone(
 ) -> None:
     epoch, shares = drawn
     for window in range(len(epoch.windows)):
-        needed, everything = (
-            files_needed(epoch, window, shares, most),
-            walked(epoch, window, shares),
-        )
+        needed = files_needed(epoch, window, shares, most)
+        everything = walked(epoch, window, shares)
         rows = {row for need in everything for row in (need.first, need.last - 1)}
         peak = max(
             (

@@ -435,8 +435,7 @@ EXPLAINED_ELSEWHERE = {
 class Fields:
     """The fields of a class: those that ``__init__`` sets, or that the class lists, where it is a
     record. What it was given, or has of others, as it is, and parts that are made there, are
-    explained where they are from, and are left out.
-    """
+    explained where they are from, and are left out."""
 
     def __init__(self, node: ast.ClassDef, lines: list[str], classes: set[str]) -> None:
         self._lines = lines

@@ -90,8 +90,7 @@ def test_damage_is_noticed(data: st.DataObject) -> None:
 
 def make_history(rng: random.Random) -> tuple[list[dict], dict[Name, dict]]:
     """The map after each transaction, and all segments of it: bases that are taken in slices,
-    increments that overlap.
-    """
+    increments that overlap."""
     states: list[dict] = [{}]
     segments: dict[Name, dict] = {}
     increments: list[list] = [[0, {}]]

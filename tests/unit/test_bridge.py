@@ -254,9 +254,8 @@ async def test_an_interrupt_cancels_its_request_alone() -> None:
         for unique in (2, 4):
             assert requests.take(handed_over.FALLOCATE, unique, 7, CALLER, body)
         assert not requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 6))
-        assert requests.take(
-            handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 4)
-        )  # before it has begun
+        # Before it has begun.
+        assert requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 4))
         await trio.testing.wait_all_tasks_blocked()
         assert replies == [(4, errno.EINTR, b"")]
         assert requests.take(handed_over.INTERRUPT, 0, 0, CALLER, struct.pack("=Q", 2))

@@ -159,9 +159,8 @@ async def test_a_buffer_counts_until_its_last_view_has_gone():
     assert budget.peak == 8192
 
 
-uses = st.tuples(
-    st.integers(0, 20), st.integers(1, 100), st.integers(0, 20), st.booleans()
-)  # as of ``use`` below
+# As of ``use`` below.
+uses = st.tuples(st.integers(0, 20), st.integers(1, 100), st.integers(0, 20), st.booleans())
 
 
 @pytest.mark.sweep

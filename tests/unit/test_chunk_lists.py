@@ -354,9 +354,8 @@ async def test_a_chunk_that_has_gone_spoils_the_flip_and_nothing_else():
     place = Location(1, 7, 0, 9, 9, 0, b"\1" * 32)
     good = FormChange(inode(20), durable=True, extents=[Extent(9, place, True)])
     stale = FormChange(inode(21), durable=True, extents=[named(9, b"\2" * 32)])
-    found = stale._replace(
-        extents=[Extent(9, place._replace(digest=b"\2" * 32), True)]
-    )  # where it once was
+    # Where it once was.
+    found = stale._replace(extents=[Extent(9, place._replace(digest=b"\2" * 32), True)])
     before = await engine.view(lambda tx: list(tx.range(b"a", b"z")))
     for spoilt in (stale, found):
         with pytest.raises(Stale):

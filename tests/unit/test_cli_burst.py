@@ -25,8 +25,7 @@ MIB = 1 << 20
 
 class Played:
     """A directory of plain files whose hints are answered here. Each pause of a command is a step
-    of the background work.
-    """
+    of the background work."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

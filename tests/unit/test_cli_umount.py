@@ -105,8 +105,7 @@ def test_a_number_that_is_another_process_here_is_not_a_daemons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A daemon in a container tells its number there; umount --force outside must not kill
-    who has it here.
-    """
+    who has it here."""
     monkeypatch.setattr(door, "read_status", lambda path: {"pid": os.getpid()})
     mount = Mount(1, str(tmp_path), FSTYPE, str(tmp_path / "store"))
     assert door.daemon_of(mount) is None

@@ -393,11 +393,12 @@ def test_a_removal_takes_what_a_crashed_one_has_left(tmp_path: Path) -> None:
     assert (
         not (tmp_path / ".step-5.ranks").exists() and (tmp_path / ".step-6.ranks/attempt").exists()
     )
+    # Somebody may be about to rename it.
     assert {name for name in names(tmp_path) if "step-6" not in name} == {
         "step-2",
         "latest",
         ".tracker.0123abcd.tmp",
-    }  # somebody may be about to rename it
+    }
     with pytest.raises(NotADirectoryError):
         client.remove(tmp_path / "latest")
     with pytest.raises(FileNotFoundError):

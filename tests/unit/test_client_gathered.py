@@ -147,9 +147,8 @@ def two_hosts(rank: int, directory: Path) -> None:
         arrived=lambda begin, end: seen.append(target[begin:end] == CONTENT[begin:end]),
     )
     assert data == CONTENT == target
-    assert seen == [True] * len(
-        list(pieces(SIZE, (), PIECE))
-    )  # it is in ``into`` when that is said
+    # It is in ``into`` when that is said.
+    assert seen == [True] * len(list(pieces(SIZE, (), PIECE)))
     data = read(directory / "file")
     data[:4] = b"mine" if rank == 1 else b"1234"  # nobody else sees it
     dist.barrier()

@@ -12,8 +12,7 @@ GOLDEN = ["a34ee594cf73dc14", "b6eff1a9154e8629"]
 
 KINDS = [code_of, Fragments] if coding.is_available() else [Fragments]
 """What is used, and what is used where ISA-L cannot be called directly: they must give the same
-bytes.
-"""
+bytes."""
 
 SHAPES = [(2, 1), (3, 2), (4, 2), (5, 3), (16, 8)]
 
@@ -27,8 +26,7 @@ def encoded(code: Code, units: list[bytes], parity: int) -> list[bytes]:
 @some.composite
 def rows(draw: some.DrawFn) -> tuple[int, int, list[bytes]]:
     """Data and parity columns, and the units of a row: whole ones, then one that is shorter or
-    none, then empty ones.
-    """
+    none, then empty ones."""
     data, parity = draw(some.sampled_from(SHAPES))
     unit = draw(some.sampled_from([1, 17, 512, 4096, 16 << 10, 40_000]))
     size = draw(some.integers(1, unit * data))

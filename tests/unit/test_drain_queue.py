@@ -232,12 +232,10 @@ class Machine(RuleBasedStateMachine):
         self.taken: dict[int, bool] = {}  # and whether it was closed since
 
     def _new(self, ino: int, size: int, ready: float, rank: Rank = Rank.USUAL) -> None:
-        self.sizes[ino], self.since[ino], self.rank[ino], self.ready[ino] = (
-            size,
-            self.now,
-            rank,
-            ready,
-        )
+        self.sizes[ino] = size
+        self.since[ino] = self.now
+        self.rank[ino] = rank
+        self.ready[ino] = ready
 
     def _delay_s(self, ino: int) -> float:
         urgent = self.rank[ino] is Rank.REQUESTED or self.now - self.since[ino] > DEADLINE_S

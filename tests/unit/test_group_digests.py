@@ -117,9 +117,8 @@ def test_one_that_changes_meanwhile_does_not_spoil_it_for_the_others() -> None:
     device = Changing([content] * 3)
     found = digest(len(content), [(source, 0) for source in sources(device)]).digests
     assert found[1:] == [alone(content)] * 2
-    assert found[0] == alone(
-        content[: 2 * PART] + b"x" * 2 * PART
-    )  # of what was read, whatever that is worth
+    # Of what was read, whatever that is worth.
+    assert found[0] == alone(content[: 2 * PART] + b"x" * 2 * PART)
 
 
 def test_holes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

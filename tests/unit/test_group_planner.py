@@ -41,8 +41,7 @@ def patterns(draw: st.DrawFn, nodes: int = 5) -> Pattern:
 
 def chunk_s(pattern: Pattern) -> float:
     """How long the largest chunk takes over the slowest part: no rounding can be blamed for
-    more.
-    """
+    more."""
     nodes = (*pattern.sources, *pattern.destinations)
     slowest = min([*(node.bandwidth for node in nodes), *pattern.links])
     return max(kind.size for kind in pattern.classes) / slowest

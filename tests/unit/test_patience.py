@@ -145,7 +145,8 @@ async def test_who_waits_for_several_waits_until_none_of_them_hangs(server):
         with (
             patience.giving_up(),
             pytest.raises(Hanging),
-        ):  # the one that has been looked at already
+        ):
+            # the one that has been looked at already
             await gather([server.call(server.ask, 1)])
         await other.answers()
         await trio.testing.wait_all_tasks_blocked()
@@ -192,9 +193,8 @@ def test_when_a_call_is_due(monkeypatch):
     its = Patience(30)
     call = Call(its, lambda: None, ())
     assert its.due_s(call, 0.0) == 1030
-    assert (
-        its.due_s(call, 1020.0) == 1050
-    )  # it waits for a thread, and the server does something meanwhile
+    # It waits for a thread, and the server does something meanwhile.
+    assert its.due_s(call, 1020.0) == 1050
     assert its.begin(call)
     now = 1100.0
     assert its.due_s(call, 0.0) == 1130  # it computes

@@ -79,9 +79,8 @@ HEAD = (
     "04000000000000000500000000000000"  # parent, oid
 )
 """Bytes that stores on disk consist of: if a test of them fails, the format number must change."""
-REST = (
-    "0700000000000000" + "00000000" * 2 + "0000" * 2
-)  # birth, flags, project, lengths of the ACLs
+# Birth, flags, project, lengths of the ACLs.
+REST = "0700000000000000" + "00000000" * 2 + "0000" * 2
 
 
 def an_inode(**changes: object) -> Inode:

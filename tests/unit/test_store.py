@@ -149,8 +149,7 @@ def test_what_a_killed_probe_has_left_is_nobodys(tmp_path: Path) -> None:
 
 def put_copies(undrained: int) -> Callable[[Transaction], None]:
     """The records of five copies in the first burst directory, so many of which are undrained, and
-    of one elsewhere.
-    """
+    of one elsewhere."""
 
     def put(tx: Transaction) -> None:
         for copy_id in range(5):
@@ -169,9 +168,8 @@ def test_a_missing_burst_directory_with_cached_copies_alone_is_done_without(
     (tmp_path / "store" / "burst").rename(tmp_path / "elsewhere")
     opened(config)
     assert "does without a burst directory for now: burst directory 0" in caplog.text
-    assert (
-        add_server(config, f"{tmp_path}/b1", "burst") == BURST_FIRST + 1
-    )  # the missing one keeps its number
+    # The missing one keeps its number.
+    assert add_server(config, f"{tmp_path}/b1", "burst") == BURST_FIRST + 1
 
 
 def test_a_missing_burst_directory_is_named_with_what_is_at_stake(tmp_path: Path) -> None:

@@ -341,11 +341,9 @@ class Ranks:
                         f"{self.target}: rank 0 waits for {found['ranks']} ranks, "
                         f"rank {self.rank} for {self.ranks}"
                     )
-                self.attempt, self._token, self._state = (
-                    found["attempt"],
-                    os.urandom(16).hex(),
-                    "written",
-                )
+                self.attempt = found["attempt"]
+                self._token = os.urandom(16).hex()
+                self._state = "written"
                 self._mark("written", names=names)
             plan = self._read("plan")
             if plan and plan["plan"] != committed and plan["tokens"][self.rank] == self._token:

@@ -92,9 +92,8 @@ def checkpoint(
                     group.lead()
                 if check is not None:
                     check(Path(pending))
-                if not _is_still(
-                    pending, lock
-                ):  # fails, too, if the lock has gone with the mount's daemon
+                if not _is_still(pending, lock):
+                    # fails, too, if the lock has gone with the mount's daemon
                     raise CheckpointError(
                         f"{pending}: another process has taken its place meanwhile"
                     )

@@ -120,13 +120,11 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 # --- what ranks read of a checkpoint ---
 
 
-PARALLEL, TOGETHER, WHOLE, MAPPED, DISTRIBUTED = (
-    "parallel_load",
-    "gathered.read",
-    "torch.load",
-    "load_safetensors",
-    "AifsReader",
-)
+PARALLEL = "parallel_load"
+TOGETHER = "gathered.read"
+WHOLE = "torch.load"
+MAPPED = "load_safetensors"
+DISTRIBUTED = "AifsReader"
 """Loaders: of parts; of one file by all ranks; of a file, or one a rank; mapped; of
 torch.distributed.checkpoint."""
 

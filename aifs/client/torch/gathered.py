@@ -142,13 +142,11 @@ class _Reading:
         order: Sequence[Range],
         arrived: Arrived,
     ) -> None:
-        self._find, self._what, self._group, self._into, self._order = (
-            find,
-            what,
-            group,
-            into,
-            order,
-        )
+        self._find = find
+        self._what = what
+        self._group = group
+        self._into = into
+        self._order = order
         self._arrived = arrived
         self._watch = Watch(group, what)
         self._device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -170,9 +168,8 @@ class _Reading:
                 content = self._lead(exchange, size, is_alone=hosts.count(host_name()) == 1)
             else:
                 mapped = map_offer(self._tell(None)[leader], size)
-                content = (
-                    self._read_all(source, size) if mapped is None else mapped
-                )  # None: it does not see that process
+                # None: it does not see that process.
+                content = self._read_all(source, size) if mapped is None else mapped
                 self._agree(self._tell(self._problem))
                 if mapped is not None:
                     content = _placed(content, self._into)
@@ -286,10 +283,8 @@ class _Reading:
     def _chain(self, shared: SharedRead, source: Files, content: memoryview) -> None:
         """The first reads all; each passes a piece on while it gets the next."""
         ring, me = shared.ring, shared.ring.index(self._watch.rank)
-        before, behind = (
-            (ring[me - 1] if me else None),
-            (ring[me + 1] if me + 1 < len(ring) else None),
-        )
+        before = ring[me - 1] if me else None
+        behind = ring[me + 1] if me + 1 < len(ring) else None
         todo = list(pieces(len(content), self._order, PIECE))
         with self._reading(source, content, shared.reads_of(self._watch.rank, todo)) as states:
             outgoing, good = None, torch.ones(1, dtype=torch.uint8)

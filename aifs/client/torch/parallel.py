@@ -133,10 +133,8 @@ class _Window:
         self._sink, self._begin, self._end, self._position = sink, begin, end, 0
 
     def write(self, data: bytes | memoryview) -> None:
-        first, last = (
-            max(self._begin - self._position, 0),
-            min(self._end - self._position, len(data)),
-        )
+        first = max(self._begin - self._position, 0)
+        last = min(self._end - self._position, len(data))
         if first < last:
             self._sink.write(memoryview(data)[first:last])
         self._position += len(data)

@@ -30,9 +30,8 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
 def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The elements row by row, copied only if needed; each piece is used before the next."""
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    yield from chunks(
-        values.flatten().view(torch.uint8)
-    )  # a generator, so that ``values`` lives as long
+    # A generator, so that ``values`` lives as long.
+    yield from chunks(values.flatten().view(torch.uint8))
 
 
 def tensors_on(

@@ -116,9 +116,8 @@ class ColumnSource:
                     return part
                 own = Unavailable(f"column {self._column} has wrong bytes")
             except FsError as error:
-                if isinstance(
-                    error, Hanging
-                ):  # which may write to what it was given at any time later
+                if isinstance(error, Hanging):
+                    # which may write to what it was given at any time later
                     part = (await self._buffers.take(self._piece))[: len(part)]
                 own = error
         if not self._layout.is_protected:
@@ -151,15 +150,11 @@ class ColumnSource:
         """By way of all whole MiBs of the file that overlap."""
         layout, unit = self._layout, self._layout.unit
         if self._data is None:
-            first, last = (
-                offset // unit * layout.row,
-                ((offset + len(part) - 1) // unit + 1) * layout.row,
-            )
+            first = offset // unit * layout.row
+            last = ((offset + len(part) - 1) // unit + 1) * layout.row
         else:
-            first, last = (
-                self._layout.file_offset(self._column, offset),
-                self._layout.file_offset(self._column, offset + len(part) - 1) + 1,
-            )
+            first = self._layout.file_offset(self._column, offset)
+            last = self._layout.file_offset(self._column, offset + len(part) - 1) + 1
         first -= first % HASHED
         last = min(-(-last // HASHED) * HASHED, self._size)
         data = (await self._buffers.take(-(-(last - first) // HASHED) * HASHED))[: last - first]
@@ -235,10 +230,8 @@ class ColumnSource:
                 else {}
             )
             for index, object_offset, file_offset, length in extents:
-                start, target = (
-                    object_offset - low,
-                    data[file_offset - first : file_offset - first + length],
-                )
+                start = object_offset - low
+                target = data[file_offset - first : file_offset - first + length]
                 source = sources[index]
                 if source is None:
                     parts = {column: unit[start : start + length] for column, unit in units.items()}
@@ -366,10 +359,9 @@ class ContainerColumn:
                 try:
                     return await self._copy()
                 except FsError:
-                    self._is_copied, self._at = (
-                        False,
-                        0,
-                    )  # all of it: only the first chunk's place is known
+                    # All of it: only the first chunk's place is known.
+                    self._is_copied = False
+                    self._at = 0
                     self._spare = 0
             while self._at < self._size:
                 verdict, offset, right = await self._inspection.tell(

@@ -80,9 +80,8 @@ class Window:
         self._unread = unread
         self._offsets = [0] * layout.width
         """By data column, where in its object the window begins."""
-        self._spans: list[list[Span]] = [
-            [] for _ in range(layout.width)
-        ]  # of the window, by data column
+        # Of the window, by data column.
+        self._spans: list[list[Span]] = [[] for _ in range(layout.width)]
         for index, object_offset, file_offset, length in layout.extents(begin, end - begin):
             if not self._spans[index]:
                 self._offsets[index] = object_offset
@@ -193,9 +192,8 @@ class Window:
             if right is None:
                 return None
             scatter(right, [data[a:b] for a, b in self._spans[column]])
-        data[: len(self.carried)] = (
-            self.carried
-        )  # what has been judged already, maybe without other columns
+        # What has been judged already, maybe without other columns.
+        data[: len(self.carried)] = self.carried
         self._told = unread, data
         return data
 

@@ -73,10 +73,8 @@ def first_range(
     for column, part in found.items():
         if part is None:
             continue
-        start, end = (
-            layout.file_offset(column, part[0]),
-            layout.file_offset(column, part[1] - 1) + 1,
-        )
+        start = layout.file_offset(column, part[0])
+        end = layout.file_offset(column, part[1] - 1) + 1
         if whole_rows:
             start, end = start - start % layout.row, -(-end // layout.row) * layout.row
         ranges.append((max(start, offset), min(end, size)))
