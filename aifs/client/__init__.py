@@ -7,7 +7,7 @@ directory. Modules are imported when a name of theirs is first used, so that sta
 
 from typing import TYPE_CHECKING
 
-from aifs.core.on_demand import on_demand
+from aifs.core.on_demand import by_name, on_demand
 
 if TYPE_CHECKING:
     from aifs.client.checkpoints.catalog import (
@@ -26,30 +26,18 @@ if TYPE_CHECKING:
     from aifs.client.grouped import Group, group_getfile, group_putfile
     from aifs.client.putting import Saved, getfile, putfile
 
-_MODULES = {
-    "Checkpoint": "checkpoints.catalog",
-    "CheckpointError": "checkpoints.manifest",
-    "Group": "grouped",
-    "GroupError": "coordination",
-    "GroupExpired": "coordination",
-    "InvalidGroup": "coordination",
-    "Manifest": "checkpoints.manifest",
-    "RankDied": "coordination",
-    "RanksMissing": "checkpoints.ranks",
-    "Saved": "putting",
-    "checkpoint": "checkpoints.saving",
-    "commit": "checkpoints.publishing",
-    "getfile": "putting",
-    "group_getfile": "grouped",
-    "group_putfile": "grouped",
-    "keep": "checkpoints.catalog",
-    "latest": "checkpoints.catalog",
-    "list_checkpoints": "checkpoints.catalog",
-    "publish": "checkpoints.publishing",
-    "putfile": "putting",
-    "remove": "checkpoints.catalog",
-    "verify": "checkpoints.catalog",
-}
+_MODULES = by_name(
+    {
+        "checkpoints.catalog": "Checkpoint keep latest list_checkpoints remove verify",
+        "checkpoints.manifest": "CheckpointError Manifest",
+        "checkpoints.publishing": "commit publish",
+        "checkpoints.ranks": "RanksMissing",
+        "checkpoints.saving": "checkpoint",
+        "coordination": "GroupError GroupExpired InvalidGroup RankDied",
+        "grouped": "Group group_getfile group_putfile",
+        "putting": "Saved getfile putfile",
+    }
+)
 """The module of this package in which each public name is found."""
 
 __all__ = [*_MODULES]

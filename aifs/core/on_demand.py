@@ -6,6 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
+def by_name(modules: Mapping[str, str]) -> dict[str, str]:
+    """By name, the module that has it; ``modules``: by module, its public names."""
+    return {name: module for module, names in modules.items() for name in names.split()}
+
+
 def on_demand(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package that gives names of its modules: ``modules``, by name."""
 

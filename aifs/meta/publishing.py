@@ -169,26 +169,11 @@ def publish(
     groups.conclude(tx, inode.ino)
     uid, gid = owner
     if what.latest:
-        link = Inode(
-            ids[2], _SYMLINK, uid, gid, 1, 0, len(what.name), 0, now, now, now, data=what.name
-        )
+        link = Inode.new(ids[2], _SYMLINK, uid, gid, now, size=len(what.name), data=what.name)
         unlinked += _put_pointer(tx, what.parent, what.latest, link, now)
     if what.tracker:
-        size = len(what.content)
-        file = Inode(
-            ids[3],
-            _FILE_MODE,
-            uid,
-            gid,
-            1,
-            0,
-            size,
-            bool(size),
-            now,
-            now,
-            now,
-            data=what.content or None,
-        )
+        file = Inode.new(ids[3], _FILE_MODE, uid, gid, now, size=len(what.content))
+        file.blocks, file.data = bool(what.content), what.content or None
         unlinked += _put_pointer(tx, what.parent, what.tracker, file, now)
     return Published(inode, old, unlinked, doomed)
 

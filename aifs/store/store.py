@@ -222,8 +222,8 @@ def _write_first_records(tx: Transaction, identity: str, table: dict[int, Server
     tx.put(keys.SUPERBLOCK, json.dumps(superblock).encode())
     tx.add(keys.COUNTER_IDS, FIRST_FREE_ID)
     tx.add(keys.COUNTER_INODES, 1)
-    root = Inode(ROOT_INO, 0o040755, os.getuid(), os.getgid(), 2, 0, 0, 0, now, now, now)
-    root.parent, root.birth_ns = ROOT_INO, now
+    root = Inode.new(ROOT_INO, 0o040755, os.getuid(), os.getgid(), now, nlink=2, birth_ns=now)
+    root.parent = ROOT_INO
     put_inode(tx, root)
     put_servers(tx, table)
 

@@ -129,19 +129,7 @@ class Imports:
         self._looked_up.changed_here(ask.ino)
         caller, now = ask.caller, clock.kernel_ns(is_new=True)
         new = [
-            Inode(
-                await self._ids.take(),
-                stat.S_IFREG | mode,
-                caller.uid,
-                caller.gid,
-                1,
-                0,
-                0,
-                0,
-                now,
-                now,
-                now,
-            )
+            Inode.new(await self._ids.take(), stat.S_IFREG | mode, caller.uid, caller.gid, now)
             for _ in entries
         ]
         project = (await self._heirlooms.of(ask.ino)).project if self._quotas.are_set else 0

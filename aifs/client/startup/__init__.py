@@ -7,7 +7,7 @@ Environments and images work on a mount of AIFS and elsewhere. Modules are impor
 
 from typing import TYPE_CHECKING
 
-from aifs.core.on_demand import on_demand
+from aifs.core.on_demand import by_name, on_demand
 
 if TYPE_CHECKING:
     from aifs.client.startup.captured import capture
@@ -43,36 +43,16 @@ if TYPE_CHECKING:
         summary,
     )
 
-_MODULES = {
-    "JobStart": "jobs",
-    "MadeDirectory": "once",
-    "MadeRecord": "once",
-    "MakingFailed": "once",
-    "StageReport": "stages",
-    "StageSpan": "stages",
-    "StartUnknown": "jobs",
-    "capture": "captured",
-    "default_directory": "jobs",
-    "describe_spent": "stages",
-    "directory_of": "jobs",
-    "environment": "environments",
-    "expire": "once",
-    "forget": "jobs",
-    "list_jobs": "jobs",
-    "list_made": "once",
-    "made_at": "once",
-    "name_of": "environments",
-    "plan": "jobs",
-    "platform_key": "environments",
-    "prefetch": "jobs",
-    "read_records": "jobs",
-    "remove": "once",
-    "report": "stages",
-    "run_name": "jobs",
-    "spans": "stages",
-    "stage": "stages",
-    "summary": "stages",
-}
+_MODULES = by_name(
+    {
+        "captured": "capture",
+        "environments": "environment name_of platform_key",
+        "jobs": "JobStart StartUnknown default_directory directory_of forget list_jobs plan "
+        "prefetch read_records run_name",
+        "once": "MadeDirectory MadeRecord MakingFailed expire list_made made_at remove",
+        "stages": "StageReport StageSpan describe_spent report spans stage summary",
+    }
+)
 """The module of this package in which each public name is found."""
 
 __all__ = [*_MODULES]

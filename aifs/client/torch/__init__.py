@@ -1,19 +1,18 @@
 """Checkpoints of PyTorch at the speed of the device: docs/guide/training.md. Works on a mount of
 AIFS and elsewhere. Names are loaded at first use, because the helper process needs no torch."""
 
-from aifs.core.on_demand import on_demand
+from aifs.core.on_demand import by_name, on_demand
 
-_MODULES = {
-    "AifsReader": "distributed",
-    "AifsWriter": "distributed",
-    "CheckpointEngine": "engine",
-    "PipelinedCheckpointer": "pipelined",
-    "load_safetensors": "contents",
-    "parallel_load": "parallel",
-    "parallel_save": "parallel",
-    "save": "saving",
-    "save_safetensors": "contents",
-}
+_MODULES = by_name(
+    {
+        "contents": "load_safetensors save_safetensors",
+        "distributed": "AifsReader AifsWriter",
+        "engine": "CheckpointEngine",
+        "parallel": "parallel_load parallel_save",
+        "pipelined": "PipelinedCheckpointer",
+        "saving": "save",
+    }
+)
 
 __all__ = [*_MODULES]
 
