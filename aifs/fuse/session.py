@@ -39,7 +39,8 @@ from aifs.fuse.options import MountOptions
 from aifs.store.ownership import StoreRight
 from aifs.vfs import operation_log
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.lifecycle import open_filesystem, set_again
+from aifs.vfs.going_on import set_again
+from aifs.vfs.lifecycle import open_filesystem
 from aifs.vfs.why import watch_slow
 from aifs.watch.server import WatchServer
 

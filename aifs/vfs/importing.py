@@ -50,12 +50,12 @@ def _import_file(tx: Transaction, directory: int, entry: NewFile, new: Inode, um
     record = tx.get(keys.dentry(directory, entry.name))
     if record is not None:
         return _state(tx, decode_dentry(record).ino, entry.pin)
-    inode = namespace.create(tx, directory, entry.name, new, umask)
-    inode.size, inode.mtime_ns = entry.pin.size, entry.mtime_ns
+    made = namespace.create(tx, directory, entry.name, new, umask)
+    made.size, made.mtime_ns = entry.pin.size, entry.mtime_ns
     if entry.pin.size:
-        inode.layout, inode.oid = Imported(source=entry.pin), inode.ino
-        inode.blocks = -(-entry.pin.size // 512)
-    namespace.put_inode(tx, inode)
+        made.layout, made.oid = Imported(source=entry.pin), made.ino
+        made.blocks = -(-entry.pin.size // 512)
+    namespace.put_inode(tx, made)
     return MADE
 
 

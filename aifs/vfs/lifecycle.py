@@ -1,6 +1,5 @@
 """The life of an open filesystem: recovery, background tasks, orderly close."""
 
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,12 +14,11 @@ from aifs.core.loop_share import LoopShare
 from aifs.core.tasks import first_error
 from aifs.data.patience import FOR_EVER, giving_up
 from aifs.files.kernel import Kernel
-from aifs.files.open_inode import OpenInode
 from aifs.files.services import ServeOptions
-from aifs.meta import namespace
 from aifs.store.store import Store, open_store, set_clean
 from aifs.vfs.filesystem import Filesystem
-from aifs.vfs.recovery import StillOpen, load_copies, recover, take_over
+from aifs.vfs.going_on import go_on
+from aifs.vfs.recovery import load_copies, recover, take_over
 
 _log = logger(__name__)
 
@@ -207,65 +205,3 @@ async def _close(fs: Filesystem) -> None:
     await set_clean(fs.store, True)
     if fs.role.held:
         await fs.backup.finish()
-
-
-# --- after a daemon that has died -----------------------------------------------------------------
-
-
-async def go_on(fs: Filesystem, still: StillOpen) -> None:
-    """Bring into core what programs have open, before any request is read and any background work
-    begins. A file that cannot be brought there is logged, and its users get EBADF."""
-    kept, handles = fs.kernel.kept, fs.handles
-    handles.take_over(kept.backings)
-    writing: dict[int, OpenInode] = {}
-    used = set[int]()
-    for one in list(kept.handles):
-        try:
-            file = await fs.io.inodes.acquire(one.ino)
-        except FsError as error:
-            _log.warning("inode %d, which programs have open, is lost to them: %s", one.ino, error)
-            kept.set_opens(one.handle, 0)
-            continue
-        handles.take_over_handle(file, one)
-        used.add(one.backing)
-        if one.flags & os.O_ACCMODE != os.O_RDONLY:
-            writing[one.ino] = file
-    for file in writing.values():
-        await _write_on(fs, file)
-    for backing in kept.backings.keys() - used:
-        handles.give_back(backing)
-    fs.names.keep(still.orphans)
-    table, gone = fs.io.table, set(still.orphans)
-    for ino in still.dirty:
-        if ino not in table.open and ino not in gone:
-            await _close_again(fs, ino)
-    fs.io.inodes.wake()
-
-
-def set_again(fs: Filesystem) -> None:
-    """What programs have set until the mount ends. The kernel is there; no request is read yet."""
-    fs.settings.set_again()
-    fs.files.set_again()
-    fs.starts.go_on()
-
-
-async def _write_on(fs: Filesystem, file: OpenInode) -> None:
-    """Programs have the file open for writing."""
-    try:
-        await fs.io.begin_writing(file)
-    except FsError as error:
-        _log.warning("inode %d cannot be written on: %s", file.inode.ino, error)
-        return
-    file.opening -= 1
-    fs.ranks.closing.opened(file.inode.ino)
-
-
-async def _close_again(fs: Filesystem, ino: int) -> None:
-    """Programs had closed the file, and it has its dirty mark: they may have it mapped."""
-    inode = await fs.store.engine.view(namespace.find_inode, ino)
-    table = fs.io.table
-    table.unsynced[ino] = None
-    table.mapped.add(ino)
-    objects = None if inode is None or inode.in_burst else inode.objects
-    if objects is not None and len(objects.servers) == 1:
-        fs.io.capacity.perhaps_mapped.setdefault(ino, 0)

@@ -128,6 +128,7 @@ class ObjectSet:
         self._key = (ino, oid)
         """(inode, oid)."""
         self._on_damage = on_damage
+        """See Reading."""
         self._columns = columns = Columns(
             servers, layout, ino, oid, new=new, background=background, on_short=self._short
         )
