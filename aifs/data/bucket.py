@@ -3,7 +3,8 @@
     s3://BUCKET/PREFIX?endpoint=http://10.0.0.5:9000&region=eu-west-1&secret=/etc/aifs/bucket
 
 Parameters of the URL, like the environment (AWS_*, GOOGLE_*, AZURE_*), are those of obstore.
-``secret`` names a file in the format of ~/.aws/credentials with any of them; without it, and
+``secret`` names a file in the format of ~/.aws/credentials with any of them, and ``limit`` (bytes
+that a server keeps there) may stand in either; without it, and
 without keys in the environment, ``s3`` takes ~/.aws/credentials and ~/.aws/config (AWS_PROFILE),
 and otherwise the role of the machine.
 
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from aifs.core.errors import StoreError
+from aifs.core.units import parse_size
 
 PART = 8 << 20
 """Bytes of each part of an upload. A store takes up to 10,000: objects have up to 78 GiB."""
@@ -82,10 +84,15 @@ class Bucket:
         self._faults = (obstore.exceptions.BaseError, FileNotFoundError)
         self.place = (self.url, "")
         """Differs between any two: the URL, and the endpoint that it names."""
+        settings = settings_of(self.url, query)
+        try:
+            self.limit = parse_size(settings.pop("limit", "0"))
+            """Bytes that a data server may keep there; 0: as many as it takes."""
+        except ValueError as error:
+            raise StoreError(f"{self.url}: limit: {error}") from None
         if self.url.startswith("memory://"):
             self._store = _MEMORY.setdefault(self.url, obstore.store.MemoryStore())
             return
-        settings = settings_of(self.url, query)
         endpoints = (value for name, value in settings.items() if "endpoint" in name)
         self.place = (self.url, next(endpoints, ""))
         try:

@@ -9,6 +9,7 @@ a lifecycle rule of the bucket should abort.
 """
 
 import errno
+import math
 import re
 import threading
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from aifs.core.errors import NotSupported, StoreError
+from aifs.core.units import format_size
 from aifs.data.bucket import PACK, PART, Bucket, ObjectInfo, Upload
 from aifs.data.marker import NAME as MARKER
 from aifs.data.marker import Identity, Marker, check_identity, decode_marker, encode_marker
@@ -47,7 +49,10 @@ _AHEAD = 16
 """Pieces in memory before those that are missing are sent as zeros: holes."""
 
 _TOTAL = 1 << 50
-"""Bytes that a bucket is said to have room for."""
+"""Bytes that a bucket without a limit is said to have room for."""
+
+_LISTED_S = 60.0
+"""Between two requests that list what a bucket with a limit holds, on average."""
 
 _OTHERS = (f"{BACKUP}/", f"{ASIDE}/")
 
@@ -161,6 +166,43 @@ class _Making:
             upload.__exit__(None if error is None else type(error), error, None)
 
 
+class _Used:
+    """The bytes below the prefix: as last listed, and what this process has put since. Other
+    processes' and deleted objects count with the next listing, which takes a request for 1,000."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._bytes = 0
+        self._again_s = 0.0
+        """When it is listed again, by time.monotonic()."""
+        self._lock = threading.Lock()
+        """Held while ``_bytes`` changes."""
+
+    def add(self, length: int) -> None:
+        with self._lock:
+            self._bytes += length
+
+    def look(self) -> int:
+        """Have it listed, if it is time; the bytes as known now. Does not block."""
+        with self._lock:
+            is_time = time.monotonic() >= self._again_s
+            self._again_s = math.inf if is_time else self._again_s
+        if is_time:
+            threading.Thread(target=self._list, daemon=True).start()
+        return self._bytes
+
+    def _list(self) -> None:
+        before, total, pages = self._bytes, 0, 0
+        try:
+            for page in self._bucket.pages(""):
+                total, pages = total + sum(info.size for info in page), pages + 1
+            self.add(total - before)
+        except OSError:
+            pass  # other requests tell
+        finally:
+            self._again_s = time.monotonic() + _LISTED_S * max(pages, 1)
+
+
 @dataclass
 class _Open:
     key: Key
@@ -178,6 +220,7 @@ class BucketStorage(Storage):
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self._bucket = Bucket(address)
+        self._used = _Used(self._bucket)
         self._identity: Identity | None = None
         """Whose it is, once it has been identified."""
         self._read_only = True
@@ -326,7 +369,11 @@ class BucketStorage(Storage):
         return self._bucket.read_into(_key_of(opened.key), buffer[:length], offset)
 
     def write(self, handle: int, data: bytes | memoryview, offset: int) -> None:
-        self._making(handle).write(memoryview(data), offset)
+        making, limit = self._making(handle), self._bucket.limit
+        if limit and self._used.look() + offset + len(data) > limit:
+            reason = f"its limit of {format_size(limit)} is reached; raise it, or delete files"
+            raise OSError(errno.ENOSPC, reason, self._bucket.url)
+        making.write(memoryview(data), offset)
 
     def truncate(self, handle: int, length: int) -> None:
         self._making(handle).truncate(length)
@@ -349,6 +396,7 @@ class BucketStorage(Storage):
             if opened.making is not None:
                 opened.making.finish()
                 opened.length = opened.making.length
+                self._used.add(opened.length)
                 opened.making = None
 
     def remove(self, key: Key) -> None:
@@ -409,7 +457,10 @@ class BucketStorage(Storage):
                     yield ForeignFile(self._bucket.where(info.key))
 
     def space(self) -> Space:
-        return Space(_TOTAL, _TOTAL, _TOTAL, 1 << 40, 1 << 40)
+        total = free = self._bucket.limit or _TOTAL
+        if self._bucket.limit:
+            free = max(total - self._used.look(), 0)
+        return Space(total, free, free, 1 << 40, 1 << 40)
 
     # --- blobs ---
 

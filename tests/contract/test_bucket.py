@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -242,6 +243,35 @@ def test_an_upload_that_fails_stays_failed(
             call()
     storage.close(handle)
     assert storage.open((7, 1), write=False) is None
+
+
+def test_a_bucket_with_a_limit_says_how_full_it_is_and_takes_no_more(
+    storage: BucketStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AtOnce(Thread):
+        def start(self) -> None:
+            self.run()
+
+    monkeypatch.setattr(bucket_storage.threading, "Thread", AtOnce)
+    address = storage.address
+    Bucket(address).put("objects/0000000000000009.7", bytes(1000))  # another host's
+    storage = BucketStorage(f"{address}?limit=3000")
+    storage.identify(Identity("store", "data", 0), read_only=False)
+    handle = storage.create((7, 1), exclusive=False)
+    storage.write(handle, bytes(1500), 0)
+    with pytest.raises(OSError, match="its limit of 3000 is reached; raise it") as raised:
+        storage.write(handle, bytes(1000), 1500)
+    assert raised.value.errno == errno.ENOSPC
+    storage.sync(handle)
+    assert storage.space().total == 3000 and 0 < storage.space().free < 500
+    storage.close(handle)
+    storage = BucketStorage(f"{address}?limit=5kB")
+    storage.identify(Identity("store", "data", 0), read_only=False)
+    handle = storage.create((7, 2), exclusive=False)
+    storage.write(handle, bytes(1000), 0)
+    storage.close(handle)
+    with pytest.raises(StoreError, match="limit: 'much' is not a size in bytes"):
+        BucketStorage(f"{address}?limit=much")
 
 
 def test_objects_that_are_moved_aside_are_not_listed(storage: BucketStorage) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from aifs.core.config import DIRECTORY_FILE
-from tests.support.mounts import Mounted, aifs, mounted_store
+from tests.support.mounts import ROOT, Mounted, aifs, mounted_store
 from tests.support.object_stores import KEYS, make_bucket, moto
 
 pytest.importorskip("obstore", reason="needs obstore: pip install '.[objects]'")
@@ -100,6 +102,23 @@ def test_a_pack_of_small_files_takes_one_request(store: Mounted) -> None:
     assert 1 <= sum("/objects/" in one and one[0] == "P" for one in ASKED) <= 3
     aifs("evict", store.path)
     assert all((store.path / name).read_bytes() == content for name in ("0", "700", "1499"))
+
+
+def test_a_full_bucket_keeps_files_in_the_burst_tier(endpoint: str, tmp_path: Path) -> None:
+    write_settings(tmp_path, "servers: ['s3://bucket/full?limit=3MiB']\ndata: {movers: 1}\n")
+    with mounted_store(tmp_path) as store:
+        store.expected.append("draining has to wait, the bytes stay in the burst tier")
+        first, second = os.urandom(2 * MIB), os.urandom(2 * MIB)
+        (store.path / "first").write_bytes(first)
+        aifs("drain", store.path)
+        (store.path / "second").write_bytes(second)
+        status = os.statvfs(store.path)
+        assert status.f_blocks * status.f_frsize == 3 * MIB
+        command = [sys.executable, "-m", "aifs.cli.main", "drain", store.path]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as draining:
+            assert "its limit of 3MiB is reached" in draining.stderr.readline()
+            draining.terminate()
+        assert (store.path / "second").read_bytes() == second
 
 
 def test_a_bucket_is_added_as_archive(endpoint: str, tmp_path: Path) -> None:
