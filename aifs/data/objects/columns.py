@@ -436,7 +436,7 @@ class Columns:
         for place, (column, function, args) in enumerate(calls):
             try:
                 server = self.server(column)
-                if inline and server.may_inline and not self._background and not server.hangs:
+                if inline and self.needs_no_worker(column):
                     answers[place] = function(*args)
                     continue
             except FsError as error:
@@ -456,6 +456,11 @@ class Columns:
                     raise result
                 answers[place] = result
         return answers
+
+    def needs_no_worker(self, column: int) -> bool:
+        """Whether calls for the column may run on the trio thread. Raises Unavailable."""
+        server = self.server(column)
+        return server.may_inline and not self._background and not server.hangs
 
     # --- descriptors ---
 

@@ -284,6 +284,8 @@ class ObjectSet:
         """
         self.forget()
         memory = memoryview(data)
+        if ranges is None and self._write_here(offset, memory):
+            return
         spans = ((offset, offset + len(memory)),) if ranges is None else ranges
         calls = [
             (column, self._columns.write_now, (column, object_offset, parts))
@@ -297,6 +299,23 @@ class ObjectSet:
             await self._write_coded(calls, self._parity_of(offset, memory, spans))
         else:
             await self._write(calls)
+
+    def _write_here(self, offset: int, data: memoryview) -> bool:
+        """Write what is one piece of one object, if that needs no worker; whether it is done."""
+        number, within = divmod(offset, self._layout.unit)
+        if within + len(data) > self._layout.unit or self._layout.is_protected:
+            return False
+        stripe, column = divmod(number, self._layout.width)
+        if not self._columns.needs_no_worker(column):
+            return False
+        known, at = self._known[column], stripe * self._layout.unit + within
+        try:
+            self._columns.write_now(column, at, [data])
+        except BaseException:
+            known.length = None
+            raise
+        known.written(at, len(data))
+        return True
 
     async def _write(self, calls: Sequence[Work], others: Sequence[Work] = ()) -> None:
         columns = {column for column, _, _ in calls}
