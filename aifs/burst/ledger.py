@@ -62,6 +62,8 @@ class Ledger:
     def __init__(self) -> None:
         self.drained_bytes = 0
         """Of all copies that were dirty and became clean."""
+        self.grown_bytes = 0
+        """By which copies have grown since they were first seen, by any writer."""
         self._copies: dict[int, _Copy] = {}
         self._open: dict[int, _Copy] = {}  # those of them that are
         self._devices: dict[int, Totals] = {}
@@ -101,6 +103,8 @@ class Ledger:
         """The copy holds the newest bytes; also called when its length is found to have changed."""
         copy, totals = self._known(copy_id), self.of(server)
         if not copy.dirty or copy.bytes != length or copy.totals is not totals:
+            if copy.totals is not None:
+                self.grown_bytes += max(0, length - copy.bytes)
             self._leave(copy_id, copy)
             copy.totals, copy.bytes, copy.dirty = totals, length, True
             self._enter(copy_id, copy)

@@ -471,6 +471,7 @@ class BurstTier:
             "pause_s": self.pause_s if self.pressure else 0.0,
             "drain_bytes_per_s": round(self.rate),
             "mirror_bytes": self.mirror_bytes,
+            "grown_bytes": self._ledger.grown_bytes,
         }
 
 

@@ -123,6 +123,13 @@ _RATES = (
     _Rate(
         "written", 10, "written_bytes_per_s", size, "the same; passed-through ones do not come by"
     ),
+    _Rate(
+        "grown",
+        10,
+        "grown_bytes_per_s",
+        size,
+        "by which files in the burst tier have grown, passed through or not",
+    ),
     _Rate("dirty", 10, "dirty_bytes", size, "bytes that are nowhere but in the burst tier"),
     _Rate("drained", 10, "drained_bytes_per_s", size, "bytes per second"),
     _Rate(
@@ -177,6 +184,7 @@ def between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any
     another mount. Per second, if the name says so; in seconds and bytes."""
     if before is None or before["pid"] != now["pid"]:
         before = {"uptime_s": 0.0, "requests": {}, "drain": {"drained_bytes": 0}}
+        before["burst"] = {"grown_bytes": 0}
     passed_s = max(now["uptime_s"] - before["uptime_s"], 1e-3)
 
     def grown(kind: str, operations: tuple[str, ...] = ()) -> float:
@@ -193,6 +201,7 @@ def between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any
     buckets = [now_n - n for now_n, n in zip(_buckets(now), _buckets(before), strict=True)]
     devices = now["burst"]["devices"]
     drained = now["drain"]["drained_bytes"] - before["drain"]["drained_bytes"]
+    grown_bytes = now["burst"]["grown_bytes"] - before["burst"]["grown_bytes"]
     return {
         "seconds": round(passed_s, 3),
         "requests_per_s": grown("count"),
@@ -201,6 +210,7 @@ def between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any
         "p99_s": quantile(buckets, 0.99),
         "read_bytes_per_s": grown("bytes", ("read",)),
         "written_bytes_per_s": grown("bytes", ("write",)),
+        "grown_bytes_per_s": round(grown_bytes / passed_s),
         "dirty_bytes": sum(device["dirty_bytes"] or 0 for device in devices),
         "drained_bytes_per_s": round(drained / passed_s),
         "oldest_undrained_s": now["drain"]["oldest_age_s"],

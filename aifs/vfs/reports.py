@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import aifs
 from aifs.core import files
 from aifs.data.servers import Servers
 from aifs.files import asks, rights
@@ -228,6 +229,7 @@ class MountStatus:
         edge["passthrough"] = self._kernel.passthrough is not None and not edge.get("missing")
         told: dict[str, Any] = {
             "pid": os.getpid(),
+            "version": f"{aifs.__version__} {aifs.COMMIT}".rstrip(),
             "mountpoint": self._options.mountpoint,
             "source": store.config.source,
             "uuid": store.uuid,

@@ -2,8 +2,8 @@
 of the mount (vfs/reports.py), its name and unit, its help, and the words of ``aifs status``. Pure.
 
 ``aifs status``, ``aifs stats``, Prometheus, the documentation and the checks of /healthz are made
-from it. The text for Prometheus is its exposition format, version 0.0.4. Names say the unit; a
-counter ends in ``_total``. A value that is not known is left out.
+from it. The text for Prometheus is its exposition format, version 0.0.4, or OpenMetrics. Names say
+the unit; a counter ends in ``_total``. A value that is not known is left out.
 """
 
 import re
@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 from aifs.core.served import BUCKETS, UNIT_NS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
-COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+COUNTER, GAUGE, HISTOGRAM, INFO = "counter", "gauge", "histogram", "info"
 
 _TABLE = """
 mount:
+  version info aifs_build_info{version}: The version that serves the mount, and its commit.
   uptime_s gauge aifs_uptime_seconds: Since the store was mounted.
   open_files gauge aifs_open_files: Files that programs have open.
   unsynced_files gauge aifs_unsynced_files: Files with unsynced bytes.
@@ -92,6 +94,9 @@ burst "throttle" if burst.devices:
       the data servers.
   mirror_bytes gauge aifs_burst_mirror_bytes: Of what other hosts have not drained, and this one
       keeps for them.
+  grown_bytes counter aifs_burst_grown_bytes_total: Bytes by which files in the burst directories
+      have grown, passed through or not, as seen at close and every few seconds. Not bytes that
+      were overwritten.
   throttled_writers gauge aifs_burst_throttled_writers: Writers that wait for room in the burst
       tier.
   > !pause_s: none
@@ -187,6 +192,9 @@ trash:
   > given_entries: gone before their time, for lack of space: {given_entries:entry},
       {given_bytes:size}
 backup:
+  time_s gauge aifs_backup_timestamp_seconds: When the metadata were backed up last, since the
+      epoch; not known before the first time of a mount.
+  changed_bytes gauge aifs_backup_changed_bytes: Of changes since.
   waiting_deletions gauge aifs_backup_waiting_deletions: Until a backup.
   > !interval_s: off (meta.backup_interval)
   > interval_s !sequence?: none yet
@@ -344,16 +352,23 @@ _BOUNDS = [(UNIT_NS << bucket) / 1e9 for bucket in range(1, BUCKETS - 1, 2)]
 """Every second bucket is told: 16 us, 64 us, ... 17 s."""
 
 
-def expose(status: dict[str, Any], declared: Sequence[Figure] = FIGURES) -> str:
-    """All metrics of a mount, from its status."""
+def expose(
+    status: dict[str, Any], declared: Sequence[Figure] = FIGURES, as_open: bool = False
+) -> str:
+    """All metrics of a mount, from its status. ``as_open``: as OpenMetrics, in which a family's
+    name has no ``_total`` and ``_info``."""
     lines: list[str] = []
     for figure in declared:
-        lines.append(f"# HELP {figure.name} {figure.help}")
-        lines.append(f"# TYPE {figure.name} {figure.kind}")
+        name, kind = figure.name, figure.kind
+        if as_open:
+            name = name.removesuffix("_total").removesuffix("_info")
+        elif kind == INFO:
+            kind = GAUGE
+        lines += [f"# HELP {name} {figure.help}", f"# TYPE {name} {kind}"]
         for key, value in _values(status, figure.where):
             labels = f'{figure.label}="{key}"' if figure.label else ""
             lines += _samples(figure, labels, value)
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *["# EOF"] * as_open]) + "\n"
 
 
 def problems(status: dict[str, Any]) -> list[str]:
@@ -405,7 +420,9 @@ def _find(status: dict[str, Any], where: str) -> Any:
 
 
 def _samples(figure: Figure, labels: str, value: Any) -> Iterator[str]:
-    if figure.kind == HISTOGRAM:
+    if figure.kind == INFO:
+        yield f'{figure.name}{{{figure.label}="{value}"}} 1'
+    elif figure.kind == HISTOGRAM:
         counts = value["buckets"]
         for number, bound in enumerate(_BOUNDS):
             count = sum(counts[: 2 * number + 2])

@@ -8,7 +8,7 @@ A client on a socket of this machine gets the answer of ``aifs status`` for its 
 ADDRESS:PORT gets the answer for any user, or, with the secret, the one for root.
 
     GET /              the page: page.html
-    GET /metrics       Prometheus's text format
+    GET /metrics       Prometheus's text format, or OpenMetrics if the client accepts that
     GET /status.json   the output of ``aifs status --json``
     GET /top.json      the users of the mount, for those who may trace: by=process, user, path,
                        operation; since=N, the ``next`` of the answer before, else from now on
@@ -38,7 +38,7 @@ from aifs.core.kinds import split_endpoint
 from aifs.core.log import logger
 from aifs.core.secret import Stranger, Strangers, read_secret, source_of
 from aifs.watch import usage
-from aifs.watch.figures import CONTENT_TYPE, expose, problems
+from aifs.watch.figures import CONTENT_TYPE, OPEN_METRICS, expose, problems
 from aifs.watch.usage import Usage
 
 _log = logger(__name__)
@@ -198,7 +198,9 @@ class WatchServer:
             return await self._top(dict(parse_qsl(query.decode("ascii", "replace"))), uid)
         status = await self._tell(uid)
         if path == b"/metrics":
-            return Reply(200, CONTENT_TYPE, expose(status).encode())
+            as_open = b"application/openmetrics-text" in headers.get(b"accept", b"")
+            kind = OPEN_METRICS if as_open else CONTENT_TYPE
+            return Reply(200, kind, expose(status, as_open=as_open).encode())
         if path == b"/status.json":
             return Reply(200, "application/json", json.dumps(status).encode())
         wrong = problems(status)

@@ -64,6 +64,8 @@ def test_what_programs_do_is_counted(scratch: Path, mount_store: Callable[..., M
     assert after["aifs_request_errors_total", "setxattr", "EINVAL"] == 1
     assert after["aifs_burst_dirty_bytes", "0"] >= 9 * 5000
     assert after["aifs_drain_queue_files",] >= 9
+    grown = "aifs_burst_grown_bytes_total"
+    assert after[grown,] - before[grown,] >= 9 * 5000
     assert (
         after["aifs_journal_transactions_total",] - before["aifs_journal_transactions_total",] >= 10
     )

@@ -421,6 +421,19 @@ async def test_a_tier_that_nobody_uses_is_looked_at_now_and_then_until_a_copy_is
 
 # --- the ledger -----------------------------------------------------------------------------------
 
+
+def test_growth_is_counted_whoever_writes() -> None:
+    ledger = Ledger()
+    ledger.dirty(1, 0, 700)  # which an earlier mount has left
+    ledger.begun(2, 0)
+    for length in (300, 500, 400, 600):
+        ledger.dirty(2, 0, length)
+    assert ledger.grown_bytes == 300 + 200 + 200
+    ledger.clean(2, 0, 600)
+    ledger.dirty(2, 0, 650)
+    assert ledger.grown_bytes == 750
+
+
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(

@@ -64,6 +64,17 @@ def test_prometheus_reads_what_is_told() -> None:
     assert ("aifs_server_free_bytes", "0") not in told  # not known
 
 
+def test_openmetrics_is_told_to_who_accepts_it() -> None:
+    parser = pytest.importorskip("prometheus_client.openmetrics.parser")
+    text = figures.expose(status(version="1.2 abc"), as_open=True)
+    families = {one.name: one for one in parser.text_string_to_metric_families(text)}
+    (info,) = families["aifs_build"].samples
+    assert info.labels == {"version": "1.2 abc"} and families["aifs_build"].type == "info"
+    assert families["aifs_request_bytes"].samples[0].name == "aifs_request_bytes_total"
+    told = samples(figures.expose(status(version="1.2")))
+    assert told["aifs_build_info", "1.2"] == 1
+
+
 def test_names_follow_the_conventions() -> None:
     names = [metric.name for metric in figures.FIGURES]
     assert len(set(names)) == len(names)
@@ -195,6 +206,9 @@ async def test_what_is_served() -> None:
         assert await ask(listen, "/healthz") == (200, "ok\n")
         assert await ask(listen, "/metrics", method="HEAD") == (200, "")
         assert (await ask(listen, "/"))[1].startswith("<!doctype html>")
+        accept = "Accept: application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4"
+        _, openly = await ask(listen, "/metrics", accept)
+        assert openly == figures.expose(status(), as_open=True) and openly.endswith("# EOF\n")
         assert (await ask(listen, "/etc/passwd"))[0] == 404
         assert (await ask(listen, "/metrics", method="POST"))[0] == 405
         for host in ("evil.example:1", "evil.example"):
