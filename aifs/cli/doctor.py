@@ -14,6 +14,7 @@ from aifs.cli.output import count, describe_error, duration, size
 from aifs.cli.status import refusal_of
 from aifs.core.errors import MountError, StoreError, UserError
 from aifs.core.limits import within
+from aifs.core.names import is_path
 
 if TYPE_CHECKING:
     from aifs.core.config import Config
@@ -47,6 +48,7 @@ def doctor_command(place: str | None) -> Report:
 def checks_of(place: str | None) -> list[dict[str, Any]]:
     """The checks of a mount, a store, or this machine, and their results."""
     from aifs.core import config
+    from aifs.data.bucket_check import check_bucket
     from aifs.fuse.probe import probe
 
     mountpoint = _mountpoint(place)
@@ -56,6 +58,7 @@ def checks_of(place: str | None) -> list[dict[str, Any]]:
         found = probe(loaded, mountpoint, status["bridge"])
         checks = [check._asdict() for check in found] + missing_checks(status["bridge"])
         checks += burst_checks(status["burst"]) + drain_checks(status["drain"])
+        addresses = [server["path"] for server in status["servers"]]
     else:
         # Without a place the machine alone is looked at, with the default configuration.
         loaded = config.load(place or "/", {} if place else {"burst.directories": ""})
@@ -65,6 +68,10 @@ def checks_of(place: str | None) -> list[dict[str, Any]]:
         checks = [check._asdict() for check in probe(loaded)]
         if fault:
             checks.insert(0, _check("store", fault, "see there"))
+        addresses = list(loaded.servers)
+    for address in addresses:
+        if not is_path(address):
+            checks += [_check(*check) for check in check_bucket(address)]
     if loaded.is_cluster:
         checks += [_check(*check) for check in cluster_checks(loaded)]
     return checks

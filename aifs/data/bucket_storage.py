@@ -254,7 +254,7 @@ class BucketStorage(Storage):
     def mark(self, marker: Marker) -> None:
         if self._bucket.get(MARKER) is None:
             self._require_empty()
-            self._require_conditions()
+            require_conditions(self._bucket)
         self._bucket.put(MARKER, encode_marker(marker))
 
     def _require_empty(self) -> None:
@@ -263,21 +263,6 @@ class BucketStorage(Storage):
                 if found.key != PROBE:
                     where = self._bucket.where(found.key)
                     raise StoreError(f"{where}: is not of this store; name an unused prefix")
-
-    def _require_conditions(self) -> None:
-        """The store does what claims need. Raises StoreError."""
-        bucket = self._bucket
-        first = bucket.put(PROBE, b"1")
-        is_safe = bucket.put(PROBE, b"2", None) is None
-        is_safe = is_safe and bucket.put(PROBE, b"3", '"none"') is None
-        is_safe = is_safe and bucket.put(PROBE, b"4", first) is not None
-        with nullcontext() if is_safe else suppress(OSError):
-            bucket.delete([PROBE])
-        if not is_safe:
-            raise StoreError(
-                f"{self.address}: ignores conditions of a PUT (If-None-Match, If-Match), so two "
-                "hosts could use it at once; use a store, or a version of it, that knows them"
-            )
 
     def erase(self) -> None:
         try:
@@ -493,3 +478,18 @@ class BucketStorage(Storage):
     def delete_blob(self, name: str) -> None:
         self._require()
         self._bucket.delete([name])
+
+
+def require_conditions(bucket: Bucket) -> None:
+    """The store does what claims need. Raises OSError, StoreError."""
+    first = bucket.put(PROBE, b"1")
+    is_safe = bucket.put(PROBE, b"2", None) is None
+    is_safe = is_safe and bucket.put(PROBE, b"3", '"none"') is None
+    is_safe = is_safe and bucket.put(PROBE, b"4", first) is not None
+    with nullcontext() if is_safe else suppress(OSError):
+        bucket.delete([PROBE])
+    if not is_safe:
+        raise StoreError(
+            f"{bucket.url}: ignores conditions of a PUT (If-None-Match, If-Match), so two "
+            "hosts could use it at once; use a store, or a version of it, that knows them"
+        )

@@ -11,8 +11,9 @@ import pytest
 
 from aifs.core.errors import StoreError
 from aifs.data import bucket as module
-from aifs.data import bucket_storage
+from aifs.data import bucket_check, bucket_storage
 from aifs.data.bucket import ANY, PART, Bucket, Upload
+from aifs.data.bucket_check import check_bucket
 from aifs.data.bucket_storage import BucketStorage
 from aifs.data.marker import FORMAT, Identity, Marker
 from tests.support.object_stores import KEYS, Scripted, make_bucket, minio, moto, s3_error
@@ -190,6 +191,44 @@ def test_a_store_that_ignores_conditions_is_refused(
     with pytest.raises(StoreError, match="memory://ignores: ignores conditions of a PUT"):
         BucketStorage("memory://ignores").mark(MARKER)
     assert list(bucket.pages("")) == []
+
+
+# --- what aifs doctor says ---
+
+
+def test_the_doctor_finds_nothing_wrong_with_a_good_bucket(bucket: Bucket) -> None:
+    checks = list(check_bucket(_address(bucket)))
+    assert [name for name, *_ in checks] == [
+        f"{what}bucket {bucket.url}" for what in ("", "clock of ", "speed of ")
+    ]
+    assert "read and deleted" in checks[0][1] and checks[0][2] == checks[1][2] == ""
+    assert list(bucket.pages("")) == []
+
+
+@pytest.mark.parametrize(("status", "code", "number", "text"), ERRORS)
+def test_the_doctor_says_what_is_wrong(
+    scripted: tuple[Scripted, Bucket], status: int, code: str, number: int, text: str
+) -> None:
+    server, bucket = scripted
+    server.script = [(status, s3_error(code))]
+    [(name, why, fix)] = check_bucket(f"s3://name?endpoint={server.endpoint}")
+    assert name == "bucket s3://name" and text in why and fix == "see there"
+
+
+def test_the_doctor_notices_clocks_and_lines(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_check, "_SLOW", 1 << 30)
+    real_s = bucket_check.time.time
+    monkeypatch.setattr(bucket_check.time, "time", lambda: real_s() + 1000)
+    checks = list(check_bucket(_address(bucket)))
+    assert "s ahead of that of the bucket" in checks[1][1] and "NTP" in checks[1][2]
+    assert "MiB/s" in checks[2][1] and "far away" in checks[2][2]
+
+
+def _address(bucket: Bucket) -> str:
+    url, endpoint = bucket.place
+    return f"{url}?endpoint={endpoint}" if endpoint else url
 
 
 # --- objects that are written out of order ---

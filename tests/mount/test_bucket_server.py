@@ -86,6 +86,9 @@ def test_files_are_written_drained_evicted_and_read_again(store: Mounted, endpoi
         del files["small2"]
         write("small2", b"z" * 70_000)
         check()
+    checks = json.loads(aifs("doctor", store.path, "--json", check=False).stdout)
+    [rights] = [each for each in checks if each["name"] == "bucket s3://bucket/some/prefix"]
+    assert rights["ok"] and "read and deleted" in rights["why"]
     store.kill()
     store.mount()
     check()
