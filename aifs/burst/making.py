@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from aifs.burst.copy import BurstCopy
 from aifs.burst.transfer import Mover
-from aifs.data.checking.checks import DIGEST_BYTES, DIGESTS_AT_ONCE, Untold
+from aifs.data.checks import DIGEST_BYTES, DIGESTS_AT_ONCE, Untold
 from aifs.data.containers.appending import Containers
 from aifs.data.containers.chunked import ChunkedObjects, Load
 from aifs.data.containers.files import ContainerEntry, ContainerFiles

@@ -18,7 +18,7 @@ from aifs.core import faults, files
 from aifs.core.budget import Budget
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.tasks import run_all
-from aifs.data.checking.checks import HASHED, digests_of, join_digests
+from aifs.data.checks import HASHED, digests_of, join_digests
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.holes import Source, pieces_with_data, without_zeros
 from aifs.data.objects.object_set import ObjectSet

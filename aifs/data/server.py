@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from aifs.core.errors import FsError, StoreError, Unavailable
 from aifs.data import claim
 from aifs.data.claim import Claim
-from aifs.data.health import Health
-from aifs.data.latency import Latency
+from aifs.data.health import Health, Latency
 from aifs.data.marker import Identity
 from aifs.data.source_storage import SourceStorage
 from aifs.data.storage import (

@@ -14,7 +14,7 @@ import trio
 from aifs.core import files
 from aifs.core.budget import Budget
 from aifs.core.errors import FsError, StoreError, Unavailable
-from aifs.data.latency import Hedging
+from aifs.data.health import Hedging
 from aifs.data.patience import FOR_EVER, ask_all, giving_up
 from aifs.data.reading.blocks import Blocks, NoBlocks
 from aifs.data.reading.buffers import BufferPool

@@ -18,7 +18,7 @@ from aifs.burst.transfer import Limiter, Mover
 from aifs.core.errors import FileTooLarge, FsError, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
 from aifs.core.upkeep import Work
-from aifs.data.checking.checks import HASHED
+from aifs.data.checks import HASHED
 from aifs.files.burst_io import BurstIO
 from aifs.files.by_home import ByHome, HomeHere
 from aifs.files.capacity_io import CapacityIO

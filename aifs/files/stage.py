@@ -18,7 +18,7 @@ from aifs.core.errors import FsError, NotFound, Stale, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_each
 from aifs.core.upkeep import NEVER_S, Work
-from aifs.data.checking.checks import Untold
+from aifs.data.checks import Untold
 from aifs.data.reading.blocks import Blocks
 from aifs.files.by_home import ByHome
 from aifs.files.capacity_io import CapacityIO

@@ -13,7 +13,7 @@ from typing import Any
 import trio
 
 from aifs.core.errors import FsError, Unavailable
-from aifs.data.checking.checks import HASHED
+from aifs.data.checks import HASHED
 from aifs.data.objects.together import Giver, find_kept
 from aifs.data.reading.patterns import WINDOW_MAX
 from aifs.data.reading.read_cache import ReadCache

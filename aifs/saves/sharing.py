@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from aifs.group.planner import ChunkClass, Destination, Pattern, Plan, Source
 from aifs.layout.interleaved import redundancy_of
 from aifs.layout.redundancy import Redundancy
 from aifs.layout.striped import Striped
+from aifs.saves.planner import ChunkClass, Destination, Pattern, Plan, Source
 
 _ROUNDING = 64 << 10  # of lengths, in what the planner is asked: so there are few classes
 

@@ -21,11 +21,10 @@ from aifs.data.containers.writer import Stored
 from aifs.data.workers import gather
 from aifs.files.draining import Drainer, DrainOutcome
 from aifs.files.services import Services
-from aifs.group import planner
 from aifs.layout.interleaved import HEADER_BYTES, Extent, Interleaved, Location, named
 from aifs.layout.striped import Striped
 from aifs.meta import chunks, shared
-from aifs.saves import sharing
+from aifs.saves import planner, sharing
 from aifs.saves.group import GroupReport
 from aifs.saves.hashing import Prepared
 from aifs.saves.lookups import Bandwidths, look_up

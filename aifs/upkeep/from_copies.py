@@ -21,7 +21,7 @@ from aifs.burst.transfer import Limiter, Mover
 from aifs.core import files
 from aifs.core.errors import FsError, NotFound, Stale
 from aifs.core.log import logger
-from aifs.data.checking.checks import DIGEST_BYTES, HASHED, CheckedPart, differ
+from aifs.data.checks import DIGEST_BYTES, HASHED, CheckedPart, differ
 from aifs.data.server import DataServer
 from aifs.files.containers import Containers
 from aifs.files.damage import Needs

@@ -23,7 +23,7 @@ from aifs.core import faults
 from aifs.core.errors import FsError, NoSpace, Unavailable
 from aifs.core.log import logger
 from aifs.core.upkeep import NEVER_S, RETRY_S, Upkeep, Work
-from aifs.data.checking.checks import Untold
+from aifs.data.checks import Untold
 from aifs.data.objects.cached_reads import object_name
 from aifs.data.objects.holes import InObjects
 from aifs.data.objects.object_set import delete_batch

@@ -16,7 +16,7 @@ import trio
 from aifs.burst.transfer import Limiter, Mover
 from aifs.core.errors import FsError, NotFound, Stale, Unavailable
 from aifs.core.log import logger
-from aifs.data.checking.checks import Untold
+from aifs.data.checks import Untold
 from aifs.data.objects.recovery import forget_columns
 from aifs.data.servers import Servers
 from aifs.files.containers import Containers

@@ -18,7 +18,7 @@ from aifs.burst.pool import Movers
 from aifs.core import faults
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_each
-from aifs.data.checking.checks import (
+from aifs.data.checks import (
     DIGEST_BYTES,
     DIGESTS_AT_ONCE,
     HASHED,

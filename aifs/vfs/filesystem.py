@@ -57,8 +57,7 @@ from aifs.vfs.burst_hints import BurstHints
 from aifs.vfs.clones import Clones
 from aifs.vfs.cluster import Cluster
 from aifs.vfs.following import Following
-from aifs.vfs.group_hints import GroupHints
-from aifs.vfs.group_publish import GroupPublishing, WholeFiles
+from aifs.vfs.group_hints import GroupHints, GroupPublishing, WholeFiles
 from aifs.vfs.hints import Hints
 from aifs.vfs.importing import Imports
 from aifs.vfs.names import Names

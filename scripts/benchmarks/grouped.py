@@ -238,7 +238,7 @@ def _medians(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _coordination(base: Path, rounds: int) -> dict[str, Any]:
     """64 ranks have written a file each and commit, and are planned."""
-    from aifs.group.planner import plan
+    from aifs.saves.planner import plan
 
     commits, plans = [], []
     with GroupAifs("coordinated", base) as aifs:

@@ -15,7 +15,7 @@ import statistics
 import time
 from typing import NamedTuple
 
-from aifs.group.planner import ChunkClass, Destination, Pattern, Source, plan
+from aifs.saves.planner import ChunkClass, Destination, Pattern, Source, plan
 
 PARAMETERS, CHUNK = 38 * 10**9, 4 << 20
 TENSOR = 8  # ranks that a layer is divided among

@@ -16,7 +16,7 @@ import trio.testing
 
 from aifs.core.budget import Budget
 from aifs.data.containers.chunked import ChunkedObjects
-from aifs.data.latency import Hedging
+from aifs.data.health import Hedging
 from aifs.data.reading.read_cache import BLOCK_MAX, FilledSource, ReadCache
 from aifs.data.servers import Servers
 from aifs.layout.interleaved import Extent

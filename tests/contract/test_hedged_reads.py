@@ -12,8 +12,8 @@ import pytest
 import trio
 
 from aifs.core.errors import Unavailable
-from aifs.data import latency
-from aifs.data.latency import Hedging, Latency
+from aifs.data import health
+from aifs.data.health import Hedging, Latency
 from aifs.data.objects.object_set import ObjectSet
 from aifs.data.objects.recovery import forget_columns
 from aifs.data.servers import Servers
@@ -124,7 +124,7 @@ async def test_what_a_slow_server_holds_is_told_once_for_all(
 ):
     """Beside the file, some blocks are read: parity, and what the slow server gives in the end
     after all."""
-    monkeypatch.setattr(latency, "_LATE_S", math.inf)
+    monkeypatch.setattr(health, "_LATE_S", math.inf)
     await stored(servers, layout)
     servers.hedging = Impatient(servers[SLOW].latency)
     go_on, hung = threading.Event(), []
@@ -188,7 +188,7 @@ async def test_hedges_that_wait_for_one_another_end_with_the_servers_they_wait_f
 
 async def test_what_a_wrong_column_has_told_is_forgotten_with_it(servers, monkeypatch):
     """As when a scrub has put parity right."""
-    monkeypatch.setattr(latency, "_LATE_S", 0.0)
+    monkeypatch.setattr(health, "_LATE_S", 0.0)
     layout, slow, parity = Striped(MIB, (0, 1, 2), parity=1), 0, 2
     await stored(servers, layout)
     servers.hedging = Impatient(servers[slow].latency)

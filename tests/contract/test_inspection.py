@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from aifs.core.budget import Budget
-from aifs.data.checking.checks import HASHED, FileCheck, digests_of
+from aifs.data.checks import HASHED, FileCheck, digests_of
 from aifs.data.inspecting.inspection import Inspection
 from aifs.data.inspecting.window import LONG, MISSING, SHORT, UNREADABLE, WRONG, Flaw, Loss
 from aifs.data.objects.columns import Columns

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aifs.core.errors import FsError, NoSpace, Unavailable
-from aifs.data.latency import Hedging
+from aifs.data.health import Hedging
 from aifs.data.objects.columns import Columns
 from aifs.data.objects.object_set import ObjectSet, Reading
 from aifs.data.server import DataServer

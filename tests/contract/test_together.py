@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from aifs.core.errors import Busy
-from aifs.data.checking.checks import HASHED
+from aifs.data.checks import HASHED
 from aifs.meta.keys import ROOT_INO
 from aifs.peers.transport import Answer
 from aifs.vfs import Filesystem

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aifs.core.errors import Unavailable
-from aifs.data.checking.checks import DIGEST_BYTES, DIGESTS_AT_ONCE, digests_of, suspect_sets
+from aifs.data.checks import DIGEST_BYTES, DIGESTS_AT_ONCE, digests_of, suspect_sets
 from aifs.data.objects.object_set import ObjectSet, Reading
 from aifs.data.servers import Servers
 from aifs.layout.striped import Striped

@@ -11,7 +11,7 @@ import pytest
 from aifs.burst.making import InChunks
 from aifs.burst.pool import Function
 from aifs.core.errors import Unavailable
-from aifs.data.checking.checks import CheckedPart, digests_of
+from aifs.data.checks import CheckedPart, digests_of
 from aifs.data.chunk_codec import ChunkHeader
 from aifs.data.containers.files import ContainerEntry
 from aifs.data.containers.scan import Scanned, ScannedChunk, Scanning, scan

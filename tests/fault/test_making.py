@@ -15,7 +15,7 @@ import trio
 from aifs.burst.copy import BurstCopy
 from aifs.burst.making import ColumnMaking, InChunks, Made, Making, NewObjects, Origin, carry_out
 from aifs.core.errors import Unavailable
-from aifs.data.checking.checks import Untold, digests_of
+from aifs.data.checks import Untold, digests_of
 from aifs.data.containers.files import ContainerEntry
 from aifs.data.objects.holes import InObjects
 from aifs.data.objects.object_set import ObjectSet, Reading

@@ -17,7 +17,7 @@ from aifs.burst import pool as pool_module
 from aifs.burst.pool import Movers
 from aifs.burst.transfer import Limiter, Mover, TargetFails
 from aifs.core.errors import NoSpace, StoreBusy, Unavailable
-from aifs.data.checking.checks import Untold
+from aifs.data.checks import Untold
 from aifs.layout.placement import DRAINING
 from aifs.layout.striped import Striped
 from aifs.vfs import Filesystem

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from aifs.data.checking.checks import Untold
+from aifs.data.checks import Untold
 from aifs.meta.keys import ROOT_INO
 from aifs.vfs import Filesystem
 from tests.support import modes

@@ -20,7 +20,7 @@ _META = {"peers", "layout", "core"}
 _STORE = {"meta", "data", *_META}
 _FILES = {"store", "burst", *_STORE}
 _UPKEEP = {"files", "datasets", *_FILES}
-_VFS = {"saves", "reads", "upkeep", "group", *_UPKEEP}
+_VFS = {"saves", "reads", "upkeep", *_UPKEEP}
 
 BELOW = {
     "core": set(),
@@ -30,11 +30,10 @@ BELOW = {
     "meta": _META,
     "data": {"layout", "core"},
     "burst": _STORE,
-    "group": {"layout", "core"},
     "store": _STORE,
     "files": _FILES,
     "upkeep": _UPKEEP,
-    "saves": {"upkeep", "group", *_UPKEEP},
+    "saves": {"upkeep", *_UPKEEP},
     "reads": {"upkeep", *_UPKEEP},
     "vfs": _VFS,
     "watch": {"core"},

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aifs.core.errors import NoSpace
-from aifs.group.planner import ChunkClass, Destination, Network, Pattern, Plan, Source, plan
+from aifs.saves.planner import ChunkClass, Destination, Network, Pattern, Plan, Source, plan
 
 MB, MIB = 10**6, 1 << 20
 

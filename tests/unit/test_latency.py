@@ -7,7 +7,7 @@ import trio
 
 from aifs.core.errors import NoSpace, Unavailable
 from aifs.core.tasks import some_of
-from aifs.data.latency import Hedging, Latency
+from aifs.data.health import Hedging, Latency
 
 
 def test_quantiles_are_of_what_was_seen_lately() -> None:

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from aifs.core import config
 from aifs.data.server import Throughput
-from aifs.group import planner
 from aifs.layout.interleaved import container_layout
 from aifs.layout.redundancy import PLAIN, Redundancy
-from aifs.saves import sharing
+from aifs.saves import planner, sharing
 from aifs.saves.lookups import Bandwidths
 from aifs.saves.sharing import Cut, Holder
 

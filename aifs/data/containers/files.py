@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from aifs.core.errors import Unavailable
 from aifs.data import chunk_codec
-from aifs.data.checking.checks import Untold
+from aifs.data.checks import Untold
 from aifs.data.objects.cached_reads import Fetching, object_name
 from aifs.data.objects.checked_reads import Wrong, put_right
 from aifs.data.objects.columns import Columns

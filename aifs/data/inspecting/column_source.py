@@ -11,7 +11,7 @@ from functools import partial
 import trio
 
 from aifs.core.errors import FsError, Unavailable
-from aifs.data.checking.checks import (
+from aifs.data.checks import (
     DIGEST_BYTES,
     DIGESTS_AT_ONCE,
     HASHED,

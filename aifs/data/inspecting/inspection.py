@@ -1,7 +1,7 @@
 """Reading an object set by columns, and judging data, replicas, parity. For scrub and fsck.
 
 All columns of a *window* of some MiB are read from all servers at once; the file's bytes are
-compared with checksums (``data/checking/checks``). If wrong, columns are left out until they are
+compared with checksums (``data/checks.py``). If wrong, columns are left out until they are
 right (``window``). That gives each column's bytes: all else that was read is a *flaw*.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from aifs.core.errors import FsError
 from aifs.core.tasks import run_all
-from aifs.data.checking.checks import HASHED
+from aifs.data.checks import HASHED
 from aifs.data.inspecting.window import (
     LONG,
     MISSING,

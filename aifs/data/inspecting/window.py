@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import NamedTuple, Protocol
 
-from aifs.data.checking.checks import source_of, suspect_sets
+from aifs.data.checks import source_of, suspect_sets
 from aifs.data.objects.coding import code_of
 from aifs.data.reading.buffers import is_equal, scatter
 from aifs.layout.striped import Striped

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import is_complete
-from aifs.data.checking.checks import (
+from aifs.data.checks import (
     DIGEST_BYTES,
     DIGESTS_AT_ONCE,
     HASHED,

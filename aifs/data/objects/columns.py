@@ -11,7 +11,7 @@ from typing import Any
 from aifs.core import files
 from aifs.core.errors import FsError, Unavailable
 from aifs.core.tasks import is_complete, some_of
-from aifs.data.latency import Latency
+from aifs.data.health import Latency
 from aifs.data.objects.coding import code_of
 from aifs.data.objects.holes import find_data, first_range
 from aifs.data.patience import until_answered

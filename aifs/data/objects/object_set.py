@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from aifs.core.errors import FsError
-from aifs.data.checking.checks import HASHED
+from aifs.data.checks import HASHED
 from aifs.data.objects.cached_reads import (
     CachedReads,
     Fetching,
+    LocalReads,
     Stage,
     object_name,
     runs_of,
@@ -24,7 +25,6 @@ from aifs.data.objects.cached_reads import (
 from aifs.data.objects.checked_reads import CheckedReads, LoadDigests
 from aifs.data.objects.coding import encode_rows
 from aifs.data.objects.columns import Columns, Known, columns_of
-from aifs.data.objects.local_reads import LocalReads
 from aifs.data.objects.recovery import Recovery
 from aifs.data.objects.together import Sharing, TogetherReads
 from aifs.data.server import DataServer

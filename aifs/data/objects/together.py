@@ -7,7 +7,7 @@ to match its checksum on record. So files without checksums (written in place) c
 from collections.abc import Callable, Hashable
 from typing import NamedTuple, Protocol
 
-from aifs.data.checking.checks import HASHED
+from aifs.data.checks import HASHED
 from aifs.data.objects.cached_reads import Stage
 from aifs.data.objects.checked_reads import CheckedReads, FileBlocks, LoadDigests, name_of_checked
 from aifs.data.objects.columns import Columns

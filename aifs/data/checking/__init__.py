@@ -1,1 +1,0 @@
-"""Whether bytes have their checksums, and which columns may be at fault."""
