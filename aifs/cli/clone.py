@@ -50,13 +50,10 @@ def clone(source: str, new: str, snapshot: bool = False) -> None:
     if own_name in ("", ".", "..") or os.path.ismount(source):
         above, own_name = source, "."
     wanted = {"name": own_name, "parent": place.st_ino, "clone": name, "snapshot": snapshot}
-    fd = os.open(above or ".", os.O_RDONLY | os.O_DIRECTORY)
     try:
-        ioctl.call(fd, "clone", new, **wanted)
+        ioctl.call_at(above, "clone", new, **wanted)
     except OSError as error:
         raise OSError(error.errno, error.strerror, new) from None
-    finally:
-        os.close(fd)
 
 
 # --- snapshot -------------------------------------------------------------------------------------

@@ -222,11 +222,7 @@ class Batch(NamedTuple):
     def call(self, name: str, **fields: Any) -> dict[str, Any]:
         """The answer of the hint *name* for all of them. Raises OSError with the mount's reason."""
         above = self.path if os.path.isdir(self.path) else os.path.dirname(self.path)
-        fd = os.open(above or ".", os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            return ioctl.call(fd, name, self.path, inos=self.inos, **fields)
-        finally:
-            os.close(fd)
+        return ioctl.call_at(above, name, self.path, inos=self.inos, **fields)
 
 
 def batches(

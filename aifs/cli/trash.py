@@ -82,11 +82,7 @@ def remove_tree(parent: str, name: str) -> None:
     """By ioctl, which needs no right to change the parent's attributes, else by extended
     attribute."""
     try:
-        fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            ioctl.call(fd, "remove", parent, name=name)
-        finally:
-            os.close(fd)
+        ioctl.call_at(parent, "remove", name=name)
     except OSError as error:
         if error.errno not in (errno.ENOTTY, errno.EACCES):
             raise
@@ -228,12 +224,9 @@ def _name_of(directory: str, ino: int) -> str:
 def _call(name: str, place: str, shown: str = "", /, **fields: Any) -> dict[str, Any]:
     """The answer of a call on the directory *place*. Raises OSError about *shown*, with the mount's
     reason."""
-    from aifs.core import ioctl
-
     path = shown or place
-    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        return ioctl.call(fd, name, path, **fields)
+        return ioctl.call_at(place, name, path, **fields)
     except OSError as error:
         if error.errno == errno.ENOTTY:
             raise MountError(f"{path}: the mount is without its bridge (aifs doctor)") from None
@@ -244,8 +237,6 @@ def _call(name: str, place: str, shown: str = "", /, **fields: Any) -> dict[str,
                 f"{path}: {error.strerror}; restore it without --to, then mv copies it"
             ) from None
         raise OSError(error.errno, error.strerror, path) from None
-    finally:
-        os.close(fd)
 
 
 def _existing(path: str) -> tuple[str, str]:

@@ -79,6 +79,16 @@ def call(fd: int, name: str, path: str = "", /, **fields: Any) -> dict[str, Any]
     return json.loads(unpack(argument).text)
 
 
+def call_at(directory: str, name: str, path: str = "", /, **fields: Any) -> dict[str, Any]:
+    """``call`` on a directory, which is opened for it. *path*: what the error is about, if that is
+    something else."""
+    fd = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return call(fd, name, path or directory, **fields)
+    finally:
+        os.close(fd)
+
+
 REFUSED = "user.aifs.refused"
 """Each user's last refusal on an inode (files/refusals.py): JSON with ``request`` (the hint's name,
 or "rename"), ``errno``, ``reason``, ``at_s`` (since the epoch)."""
