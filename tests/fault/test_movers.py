@@ -51,17 +51,6 @@ def like_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "may_leave_idle", lambda: False)
 
 
-def mover_pids() -> list[int]:
-    """Of the mover processes that are ours."""
-    lists = Path("/proc/self/task").glob("*/children")
-    pids = [pid for each in lists for pid in each.read_text().split()]
-    return [pid for pid in map(int, pids) if b"aifs.burst.child" in command_of(pid)]
-
-
-def command_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
 async def until(condition) -> None:
     while not condition():
         await trio.sleep(0.005)

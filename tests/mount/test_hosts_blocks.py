@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from aifs.core import ioctl
 from aifs.fuse import extension
 from tests.support import postgres
 from tests.support.hosts import Cluster, Host, many_hosts, until
+from tests.support.mounts import call
 
 SIZE = 1_000_001
 PART = 10_000
@@ -43,9 +43,7 @@ def status(host: Host) -> dict:
 def store(host: Host, path: Path, data: bytes) -> None:
     """The file lies on the data servers alone, and was not changed there."""
     path.write_bytes(data)
-    fd = os.open(path, os.O_RDONLY)
-    ioctl.call(fd, "drain")
-    os.close(fd)
+    call(path, "drain")
     until(lambda: not status(host)["open_files"], "it is closed")
     os.setxattr(path, "user.aifs.evict", b"")
 

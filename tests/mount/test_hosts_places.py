@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from aifs.core import ioctl
 from aifs.fuse import extension
 from tests.support import caches
 from tests.support.hosts import Both, Cluster, Host, until
+from tests.support.mounts import call
 
 READ = "15"
 SMALL, COUNT = 20_000, 64
@@ -46,9 +46,7 @@ def content_of(number: int, generation: int = 0) -> bytes:
 def evicted(host: Host, *paths: Path) -> None:
     """The files lie on the data servers alone."""
     for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        ioctl.call(fd, "drain")
-        os.close(fd)
+        call(path, "drain")
     while status(host)["open_files"]:
         pass
     for path in paths:

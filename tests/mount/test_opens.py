@@ -17,7 +17,7 @@ import pytest
 from aifs.core import ioctl
 from aifs.fuse import extension
 from tests.support import caches
-from tests.support.mounts import Mounted, mounted_store
+from tests.support.mounts import Mounted, call, mounted_store
 from tests.support.users import in_process
 
 OPEN, READ, RELEASE = "14", "15", "18"
@@ -83,11 +83,6 @@ def by_python(store: Mounted) -> Iterator[dict[str, int]]:
             for which in ("requests", "answered")
         )
         found[opcode], found["answered" + opcode] = asked - answered, answered
-
-
-def drain(path: Path) -> None:
-    with path.open("rb") as file:
-        ioctl.call(file.fileno(), "drain")
 
 
 def test_a_file_that_was_written_is_read_without_the_daemon(store: Mounted, path: Path) -> None:
@@ -239,7 +234,7 @@ def test_direct_reads_and_mappings(store: Mounted, path: Path) -> None:
     with path.open("r+b") as file:
         file.write(b"seen")
     assert mapped[:4] == b"seen"
-    drain(path)
+    call(path, "drain")
     with pytest.raises(OSError):
         os.setxattr(path, "user.aifs.evict", b"")  # it is mapped
     assert mapped[:4] == path.read_bytes()[:4] == b"seen"
@@ -270,9 +265,7 @@ def test_a_tree_is_removed_with_files_that_are_open(store: Mounted) -> None:
     directory.mkdir()
     paths = [written(store, directory / f"{number}") for number in range(3)]
     with paths[0].open("rb", buffering=0) as file:
-        parent = os.open(store.path, os.O_RDONLY)
-        ioctl.call(parent, "remove", name="doomed")
-        os.close(parent)
+        call(store.path, "remove", name="doomed")
         while status(store)["doomed"]["trees"]:
             pass
         assert os.pread(file.fileno(), len(CONTENT), 0) == CONTENT
@@ -283,7 +276,7 @@ def test_a_tree_is_removed_with_files_that_are_open(store: Mounted) -> None:
 
 def test_draining_evicting_and_staging_while_it_is_open(store: Mounted, path: Path) -> None:
     with path.open("rb", buffering=0) as file:
-        drain(path)
+        call(path, "drain")
         assert state(path)["state"] == "cached" and state(path)["open"]
         with pytest.raises(OSError):
             os.setxattr(path, "user.aifs.evict", b"")  # it is open

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from aifs.core import ioctl
 from aifs.fuse import extension
 from tests.mount.test_posix_bytes import mtimes_of_mapped_writes
-from tests.support.mounts import Mounted, mounted_store
+from tests.support.mounts import Mounted, call, mounted_store
 
 READ = "15"
 SIZE = 3 << 20
@@ -195,8 +194,7 @@ def test_a_drained_and_evicted_file_is_read_from_its_object(store: Mounted) -> N
     os.setxattr(store.path / "d", "user.aifs.tier", b"burst")
     path = store.path / "d" / "file"
     path.write_bytes(CONTENT)
-    with path.open("rb") as file:
-        ioctl.call(file.fileno(), "drain")
+    call(path, "drain")
     until_closed(store)
     os.setxattr(path, "user.aifs.evict", b"")
     state = json.loads(os.getxattr(path, "user.aifs.state"))

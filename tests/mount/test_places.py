@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from aifs.core import ioctl
 from aifs.core.config import DIRECTORY_FILE
 from aifs.fuse import extension
 from tests.support import caches
-from tests.support.mounts import Mounted, mounted_store
+from tests.support.mounts import Mounted, call, mounted_store
 
 LOOKUP, OPEN, READ, RELEASE = "1", "14", "15", "18"
 SIZE = 3_000_001
@@ -46,14 +45,6 @@ def store() -> Iterator[Mounted]:
             if not status(mounted)["passthrough"]:
                 pytest.skip("this machine cannot pass files through")
             yield mounted
-
-
-def ioctl_on(path: Path, hint: str, **fields: object) -> dict:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return ioctl.call(fd, hint, **fields)
-    finally:
-        os.close(fd)
 
 
 def status(store: Mounted) -> dict:
@@ -84,8 +75,7 @@ def by_python(store: Mounted) -> Iterator[dict[str, int]]:
 def evicted(store: Mounted, *paths: Path) -> None:
     """The files lie on the data servers alone, and the kernel has none of their pages."""
     for path in paths:
-        with path.open("rb") as file:
-            ioctl.call(file.fileno(), "drain")
+        call(path, "drain")
     until_closed(store)
     for path in paths:
         os.setxattr(path, "user.aifs.evict", b"")
@@ -220,7 +210,7 @@ def content_of(path: Path) -> bytes:
 
 
 def evicted_files(store: Mounted, directory: Path, paths: list[Path]) -> None:
-    ioctl_on(directory, "drain")
+    call(directory, "drain")
     until_closed(store)
     for path in paths:
         os.setxattr(path, "user.aifs.evict", b"")
@@ -277,7 +267,7 @@ def test_packed_files_that_are_lent_ahead_change(store: Mounted, packed: list[Pa
 def test_no_descriptor_of_a_removed_object_stays(store: Mounted, packed: list[Path]) -> None:
     for path in packed:
         assert path.read_bytes() == content_of(path)
-    ioctl_on(store.path, "remove", name=packed[0].parent.name)
+    call(store.path, "remove", name=packed[0].parent.name)
     store.remount()
     links = [os.readlink(link) for link in Path(f"/proc/{store.pid}/fd").iterdir()]
     assert not [link for link in links if link.endswith("(deleted)") and "objects" in link]
@@ -336,7 +326,7 @@ def test_names_of_lent_files_are_looked_up_without_the_daemon(forgetful: Mounted
     assert os.stat("0005", dir_fd=inside).st_atime_ns == 3
     (directory / "0006").write_bytes(b"new")
     assert content(paths[6]) == b"new" and os.stat("0006", dir_fd=inside).st_size == 3
-    ioctl_on(store.path, "remove", name="d")
+    call(store.path, "remove", name="d")
     with pytest.raises(FileNotFoundError):
         content(paths[7])
     os.close(inside)

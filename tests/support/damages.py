@@ -53,11 +53,6 @@ def changed(path: str, **fields: Any) -> Do:
     return lambda store: store.change(path, **fields)
 
 
-def record_changed(path: str, **fields: Any) -> Do:
-    """Set fields of the record of a burst copy."""
-    return lambda store: store.change_copy_record(path, **fields)
-
-
 def put_at(path: str, key: Callable[[int], bytes], value: bytes = b"") -> Do:
     """Put a record with the key of an inode number."""
     return lambda store: store.put(key(store.ino[path]), value)

@@ -49,10 +49,6 @@ class MemoryStorage(Storage):
         self._numbers = count(1)
         self._lock = threading.Lock()
 
-    @property
-    def open_handles(self) -> int:
-        return len(self._open)
-
     # --- identity ---
 
     def read_marker(self) -> Marker:
