@@ -48,7 +48,7 @@ from aifs.meta.kv import DamagedRecord, Engine, ReadTransaction, Transaction
 from aifs.meta.records import decode_inode
 from aifs.store.backup import Backup
 from aifs.store.ids import IdAllocator
-from aifs.store.store import Store, open_store, set_clean
+from aifs.store.store import Store, set_clean, used_alone
 from aifs.upkeep import scrub_state
 from aifs.upkeep.from_copies import Judgement, judge_copy
 from aifs.upkeep.moves import Strays
@@ -82,23 +82,9 @@ def check(
 async def _check(
     config: Config, repair: bool, deep: bool, force: bool, progress: Progress
 ) -> FsckReport:
-    store = await open_store(config, force=force, alone=True)
-    report, failure = FsckReport(), None
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(store.engine.run)
-            nursery.start_soon(store.ownership.run)
-            try:
-                await _check_store(store, repair, deep, progress, report)
-            except Exception as error:  # noqa: BLE001 (raised again below)
-                failure = error  # out of the nursery it would come as a group
-            nursery.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
-    except BaseException:
-        store.abandon()
-        raise
-    store.close()
+    report = FsckReport()
+    async with used_alone(config, force, lambda error: True) as store:
+        await _check_store(store, repair, deep, progress, report)
     return report
 
 

@@ -181,7 +181,7 @@ def find_undrained(mountpoint: str) -> Left:
     try:
         return within(NOTICE_S, left, [mountpoint])
     except OSError:
-        # a mount that cannot tell, because its metadata is gone, has to go all the same
+        # A mount that cannot tell, because its metadata is gone, has to go all the same.
         return Left(0, 0, 0)
 
 

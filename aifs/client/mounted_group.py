@@ -202,7 +202,7 @@ class MountedGroup:
             failure = self._publish_error(told) or self._explained(error, told)
             self._failure = failure
             if told.get("state") == _OPEN and (error.errno != errno.EINVAL or file):
-                # it will not get any further
+                # It will not get any further.
                 self._give_up(
                     error.strerror or ""
                     if error.errno == errno.EINVAL

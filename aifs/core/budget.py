@@ -128,7 +128,7 @@ class Budget:
         """Have caches give back what has become too much; in how many seconds to do it again."""
         target = self.used - self.used // _RELAX_SHARE
         for give_back in reversed(self._caches):
-            # what reads keep, which came first, is of most use
+            # Bytes that reads keep, which came first, are of most use.
             if self.used > target:
                 give_back(self.used - target)
         return RELAX_EVERY_S if self.used else _RELAX_IDLE_S

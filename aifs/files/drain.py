@@ -365,7 +365,7 @@ class Drain:
                         self._note(draining)
                         await self._give_way()
             if self._is_in_the_way():
-                # small files cost the daemon more than the devices: leave it to the writers
+                # Small files cost the daemon more than the devices: leave it to the writers.
                 await trio.sleep(min(_REST_MAX_S, _REST * (trio.current_time() - now)))
 
     def _measure(self, batch: Sequence[Draining], took_s: float) -> None:

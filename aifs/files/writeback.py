@@ -174,7 +174,7 @@ class WriteBack:
             return
         try:
             if file.inode.nlink == 0:
-                # the collector may be erasing it: its record must not be written again
+                # The collector may be erasing it: its record must not be written again.
                 self._io.table.unsynced.pop(ino, None)
                 return
             await self._io.sync(file)

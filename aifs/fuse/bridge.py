@@ -168,7 +168,7 @@ def reply(unique: int, number: int, data: bytes) -> None:
             errno.ENODEV,
             errno.EBADF,
         ):
-            # nobody waits for it any more
+            # Nobody waits for it any more.
             _log.error("the kernel refuses an answer: %s", error)  # raised, it would end the mount
 
 

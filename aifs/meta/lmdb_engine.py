@@ -224,7 +224,7 @@ class LmdbEngine(Engine):
     def _count_operation(self) -> None:
         self._operations += 1
         if self._operations % _TRIM_EVERY == 0 and not self._frozen.entries:
-            # else LMDB may be writing
+            # Else LMDB may be writing.
             self.database.trim()
 
     async def barrier(self, seq: int | None = None) -> None:

@@ -97,7 +97,7 @@ def is_below(
             break
         inode = None if ino == ROOT_INO else namespace.find_inode(tx, ino)
         if inode is None or (inode.is_dir and not inode.nlink):
-            # removed, perhaps with all that lies below
+            # Removed, perhaps with all that lies below.
             answer = False
             break
         if inode.is_dir:

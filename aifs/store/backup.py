@@ -123,7 +123,7 @@ class Backup:
 
     def _tap(self, writes: Writes, length: int) -> None:
         if self.interval_s and (self._after is not None or self._scanned):
-            # else only a base can follow
+            # Else only a base can follow.
             self._changes.update(writes)
             self._changed_bytes += length
             if self._changed_bytes > CHANGES_MAX:

@@ -49,7 +49,7 @@ from aifs.store.owner import OwnerLock
 from aifs.store.ownership import end_rights
 from aifs.store.restore import FoundBackups, beyond_backups, load
 from aifs.store.server_table import id_of
-from aifs.store.store import Store, change_superblock, open_store, require_current
+from aifs.store.store import Store, change_superblock, require_current, used_alone
 
 _ANSWER_S = 30.0
 _SLICE = 2048
@@ -107,7 +107,7 @@ async def _copy(old: Config, new: Config, show: Show) -> Copied:
         await place.require_unfinished()
     else:
         await place.require_free()
-        async with _in_use(old) as opened:
+        async with used_alone(old, False, _is_crash) as opened:
             if opened.uuid != store:
                 raise StoreError(
                     f"{new.source}: its data servers are of store {store}, and {old.source} is "
@@ -125,32 +125,11 @@ async def _copy(old: Config, new: Config, show: Show) -> Copied:
     return copied
 
 
-@asynccontextmanager
-async def _in_use(config: Config) -> AsyncIterator[Store]:
-    """The old place, locked."""
-    store = await open_store(config, alone=True)
-    failure: BaseException | None = None
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(store.engine.run)
-            nursery.start_soon(store.ownership.run)
-            try:
-                yield store
-            except BaseException as error:  # noqa: BLE001 (raised again, out of the nursery)
-                failure = error
-            nursery.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
-    except BaseException as raised:
-        if isinstance(first_error(raised), faults.SimulatedCrash):
-            store.abandon()
-        else:
-            store.close()
-        raise
-    store.close()
-
-
 # --- what must hold -------------------------------------------------------------------------------
+
+
+def _is_crash(error: BaseException) -> bool:
+    return isinstance(first_error(error), faults.SimulatedCrash)
 
 
 def _read_markers(config: Config) -> tuple[str, dict[str, Marker]]:

@@ -140,7 +140,7 @@ class Ownership(StoreRight):
         rival, epoch = await _require_right(self._read, self._mine, self._lock, force)
         self._mine = replace(self._mine, epoch=epoch, time_s=time.time())
         if not self._servers.read_only:
-            # else nothing is claimed, and an epoch without a claim would let a copy take over
+            # Else nothing is claimed, and an epoch without a claim would let a copy take over.
             self._lock.advance(epoch, self._mine.token)
         if theirs := await self._put(self._mine):
             await self._put(replace(self._mine, held=False, renewals=1))

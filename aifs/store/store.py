@@ -5,8 +5,8 @@ import json
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -365,6 +365,34 @@ async def open_store(
         if isinstance(error, BrokenDatabase):
             raise StoreError(f"{error}. {metadata.remedy}") from error
         raise
+
+
+@asynccontextmanager
+async def used_alone(
+    config: Config, force: bool, abandons: Callable[[BaseException], bool]
+) -> AsyncIterator[Store]:
+    """A store that no other host uses, opened, until the block ends. ``abandons``: whether nothing
+    is written any more after this error of the block. Raises as ``open_store``."""
+    store = await open_store(config, force=force, alone=True)
+    failure: BaseException | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.engine.run)
+            nursery.start_soon(store.ownership.run)
+            try:
+                yield store
+            except BaseException as error:  # noqa: BLE001 (raised again, out of the nursery)
+                failure = error
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+    except BaseException as raised:
+        if abandons(raised):
+            store.abandon()
+        else:
+            store.close()
+        raise
+    store.close()
 
 
 def _require_not_in_database(source: str, servers: Servers, copying: str) -> None:

@@ -106,7 +106,7 @@ class OpenFiles:
             if file.home and not (writing or file.is_joined):
                 await self._io.by_home.have_shown(file)
             if file.home or ino in self._io.table.overtaken:
-                # it may have been closed there meanwhile
+                # It may have been closed there meanwhile.
                 await self._io.by_home.follow_bytes(ino)
             if writing or flags & os.O_TRUNC:
                 _require_may_open(file.inode, flags)

@@ -469,7 +469,7 @@ async def test_a_close_does_not_wait_for_ever(directory: Path) -> None:
         with hanging(server(fs).address, ("truncate",)):
             inos = []
             for number in range(SERVERS):
-                # on each of them the first unit of one, which are holes then
+                # On each of them the first unit of one, which are holes then.
                 (handle, *_), inode = await fs.create(
                     stores.ROOT_INO, b"%d" % number, 0o600, os.O_RDWR, stores.ROOT
                 )

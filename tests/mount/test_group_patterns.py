@@ -74,7 +74,7 @@ def test_the_servers_get_the_distinct_bytes(store: Mounted, way: str, form: str)
     training = gpt.Training(seed=[*gpt.WAYS].index(way) * 2 + (form == "pt"))
     before: list[gpt.State] = []
     for step in range(2):
-        # step 0: moments are zero, which costs nothing, and equal, which must not stick
+        # Step 0: moments are zero, which costs nothing, and equal, which must not stick.
         states = gpt.WAYS[way](training, RANKS)
         expected = gpt.new_bytes(states, before)
         stored = save_step(store, f"{way}-{form}@{step}", states, form)

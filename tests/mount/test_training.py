@@ -102,7 +102,7 @@ def rank_main(run: Path, rank: int, goal: int, say: Any) -> None:
             errno.ENOTCONN,
             errno.ECONNABORTED,
         ):
-            # the daemon is gone
+            # The daemon is gone.
             os._exit(1)
         sys.excepthook(*sys.exc_info())
         os._exit(2)

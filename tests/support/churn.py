@@ -209,7 +209,7 @@ class Churn:
         }
         elsewhere = {entry.ino for other, entry in now.items() if other not in below}
         if not any(entry.ino in elsewhere for entry in below.values()):
-            # those would lose a link some time later
+            # Those would lose a link some time later.
             state = {other: entry for other, entry in now.items() if other not in below}
             await self._change(state, self.fs.remove_tree, *self._place(path))
 

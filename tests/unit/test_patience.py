@@ -146,7 +146,7 @@ async def test_who_waits_for_several_waits_until_none_of_them_hangs(server):
             patience.giving_up(),
             pytest.raises(Hanging),
         ):
-            # the one that has been looked at already
+            # The one that has been looked at already.
             await gather([server.call(server.ask, 1)])
         await other.answers()
         await trio.testing.wait_all_tasks_blocked()

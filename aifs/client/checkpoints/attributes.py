@@ -38,7 +38,7 @@ def _read(path: str, name: str) -> str:
     try:
         return os.fsdecode(os.getxattr(path, name)).strip()
     except OSError:
-        # no such attribute, no attributes at all, no such file: nothing to be had from it
+        # No such attribute, no attributes at all, no such file: nothing to be had from it.
         return ""
 
 

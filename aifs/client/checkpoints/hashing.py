@@ -112,7 +112,7 @@ def _digest(
         size = os.fstat(fd).st_size
         digest = _hash(fd, size, alone, on_bytes) if hash else ""
         if sync is not None:
-            # after reading: only then has another host, if it wrote the bytes, let go of them
+            # After reading: only then has another host, if it wrote the bytes, let go of them.
             sync(fd)
         if os.fstat(fd).st_size != size:
             raise CheckpointError(f"{path}: is still being written")

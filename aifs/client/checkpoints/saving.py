@@ -93,7 +93,7 @@ def checkpoint(
                 if check is not None:
                     check(Path(pending))
                 if not _is_still(pending, lock):
-                    # fails, too, if the lock has gone with the mount's daemon
+                    # Fails, too, if the lock has gone with the mount's daemon.
                     raise CheckpointError(
                         f"{pending}: another process has taken its place meanwhile"
                     )

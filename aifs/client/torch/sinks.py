@@ -181,7 +181,7 @@ def writing_method(directory: str, size: int) -> str:
     if device not in _known:
         _known[device] = faster_method(directory)
         with suppress(OSError):
-            # a cache directory that cannot be written: measured again by the next process
+            # A cache directory that cannot be written: measured again by the next process.
             _write(_read() | _known)
     return _known[device]
 

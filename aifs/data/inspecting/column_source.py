@@ -117,7 +117,7 @@ class ColumnSource:
                 own = Unavailable(f"column {self._column} has wrong bytes")
             except FsError as error:
                 if isinstance(error, Hanging):
-                    # which may write to what it was given at any time later
+                    # It may write to what it was given at any time later.
                     part = (await self._buffers.take(self._piece))[: len(part)]
                 own = error
         if not self._layout.is_protected:

@@ -31,7 +31,7 @@ class BufferPool:
         # First fit: the buffer used last is still in the processor's cache.
         for buffer in self._buffers:
             if sys.getrefcount(buffer) == 3:
-                # the list's, the loop's, the argument's; each view adds one
+                # The list's, the loop's, the argument's; each view adds one.
                 return memoryview(buffer)[:length]
         if len(self._buffers) < self._limit:
             buffer = mmap.mmap(-1, BUFFER_SIZE)
