@@ -71,7 +71,7 @@ def rows_of(format: str, file: Any, options: Mapping[str, Any] = {}) -> list[Any
     opened = import_module(f"aifs.datasets.formats.{format}").open_file(file, options)
     rows = []
     for number, block in enumerate(blocks_of(format, file, options)):
-        in_block = opened.open_block(number, block)
+        in_block = opened(number, block)
         found = in_block.take(range(block.rows))
         some = random.Random(number).sample(range(block.rows), min(5, block.rows))
         again = in_block.take(some)
@@ -152,7 +152,7 @@ def test_a_streamed_row_group_holds_what_was_asked_for(
     file = Disk(a_parquet(tmp_path / "a.parquet", 20_000, 20_000))
     [block] = blocks_of("parquet", file)
     opened = import_module("aifs.datasets.formats.parquet").open_file(file, {})
-    rows = opened.open_block(0, block)
+    rows = opened(0, block)
     for first in (0, 3000, 3100, 19_990, 5):
         assert [row["number"] for row in rows.take([first + 3, first])] == [first + 3, first]
         assert sum(piece.num_rows for piece in rows.pieces) <= 2048
@@ -257,11 +257,11 @@ def test_jsonl_with_a_schema() -> None:
     opened = import_module("aifs.datasets.formats.jsonl").open_file
     [block] = blocks_of("jsonl", Memory(data))
     schema = pa.schema({"b": pa.string()})
-    batch = opened(Memory(data), {"schema": schema}).open_block(0, block).batch(0, 2)
+    batch = opened(Memory(data), {"schema": schema})(0, block).batch(0, 2)
     assert batch.schema == schema and batch.to_pylist() == [{"b": "x"}, {"b": "y"}]
     for line in (b'{"b": "x"} {"b": "y"}\n', b'{"b": "x"\n}\n'):
         [block] = blocks_of("jsonl", Memory(line))
-        rows = opened(Memory(line), {"schema": schema}).open_block(0, block)
+        rows = opened(Memory(line), {"schema": schema})(0, block)
         with pytest.raises(DatasetError, match="where the index has"):
             rows.batch(0, block.rows)
 
@@ -364,13 +364,13 @@ def test_an_idx_that_shrinks_or_changes(tmp_path: Path) -> None:
     path = a_megatron(tmp_path / "a.bin", [5] * 3000)
     opened = import_module("aifs.datasets.formats.megatron").open_file(Disk(path), {})
     blocks = blocks_of("megatron", Disk(path))
-    assert len(opened.open_block(0, blocks[0]).take([0])[0]) == 5
+    assert len(opened(0, blocks[0]).take([0])[0]) == 5
     idx = path.with_suffix(".idx")
     content = idx.read_bytes()
     for change in (content[:100], content[:-8] + bytes(8)):
         idx.write_bytes(change)
         with pytest.raises(OSError, match="has changed"):
-            opened.open_block(1, blocks[1])
+            opened(1, blocks[1])
 
 
 @pytest.mark.long  # its import takes many seconds
@@ -410,8 +410,8 @@ def test_files(tmp_path: Path) -> None:
     opened = import_module("aifs.datasets.formats.files").open_file(file, {})
     rows = []
     for number, block in enumerate(blocks):
-        rows += opened.open_block(number, block).take(range(block.rows))
-        assert opened.open_block(number, block).batch(0, 1).num_rows == 1
+        rows += opened(number, block).take(range(block.rows))
+        assert opened(number, block).batch(0, 1).num_rows == 1
     found = [each for each in tmp_path.rglob("*.jpg")]
     expected = {
         str(each.relative_to(tmp_path)): (each.read_bytes(), int(each.parent.name == "dog"))
@@ -423,7 +423,7 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "cat" / "7\n.jpg").write_bytes(b"longer than it was")
     with pytest.raises(OSError, match="changed"):
         for number, block in enumerate(blocks):
-            opened.open_block(number, block)
+            opened(number, block)
 
 
 def test_format_by_names() -> None:

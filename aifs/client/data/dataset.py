@@ -25,7 +25,7 @@ from aifs.datasets import index as record
 from aifs.datasets.disk import DiskFile, IndexedDiskFile, version_of
 from aifs.datasets.formats import files, records
 from aifs.datasets.formats.known import FORMATS, format_of, format_of_bytes, is_of
-from aifs.datasets.formats.reading import BlockRows, FileRows
+from aifs.datasets.formats.reading import BlockRows, OpenBlock
 from aifs.datasets.index import INDEX_NAME, Index, IndexedFile, RowBlock, Version, index_of
 
 MADE_EACH_TIME = (files.NAME,)
@@ -44,7 +44,7 @@ class Dataset:
         self.index = index
         self._options = dict(options)
         self._lock = threading.Lock()
-        self._opened: OrderedDict[int, FileRows] = OrderedDict()  # the last used last
+        self._opened: OrderedDict[int, OpenBlock] = OrderedDict()  # the last used last
 
     @property
     def format(self) -> str:
@@ -77,9 +77,9 @@ class Dataset:
         ESTALE for a file that has changed since it was indexed."""
         file = self.index.file_of(number)
         block: RowBlock = self.index.block(number)
-        return self._file(file).open_block(number - self.index.first_blocks[file], block)
+        return self._file(file)(number - self.index.first_blocks[file], block)
 
-    def _file(self, number: int) -> FileRows:
+    def _file(self, number: int) -> OpenBlock:
         with self._lock:
             if number in self._opened:
                 self._opened.move_to_end(number)

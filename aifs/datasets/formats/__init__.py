@@ -7,7 +7,7 @@ blocks      (FileBytes, options) -> Iterator[RowBlock]; options: those of ``data
             for this format (records: record_bytes). A file that is no such file, or torn, raises
             DatasetError with the fault and its place (the caller adds the file's name); an empty
             file has no blocks
-open_file   (DatasetFile, options) -> FileRows. Any thread calls these functions; several at once,
+open_file   (DatasetFile, options) -> OpenBlock. Any thread calls these functions; several at once,
             also for the same file. The memory per file is bounded by its blocks, never by its
             rows. Bytes that are not what the index says raise DatasetError with the file's name
 order       (ChosenBlocks, OrderSources) -> Joined: an order file, where the format has them. Reads

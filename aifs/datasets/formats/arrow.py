@@ -17,6 +17,7 @@ from aifs.datasets.formats.reading import (
     ROW_BYTES_MAX,
     Clipped,
     DatasetFile,
+    OpenBlock,
     SmallReads,
     require_rows,
 )
@@ -325,5 +326,5 @@ def _has_dictionary(kind: "pyarrow.DataType") -> bool:
     )
 
 
-def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
-    return _File(file, options.get("columns"))
+def open_file(file: DatasetFile, options: Mapping[str, Any]) -> OpenBlock:
+    return _File(file, options.get("columns")).open_block

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aifs.core.errors import DatasetError
 from aifs.core.names import VIRTUAL
 from aifs.datasets.disk import DiskFile, changed
-from aifs.datasets.formats.reading import DatasetFile, require_rows, row_bytes_checked
+from aifs.datasets.formats.reading import DatasetFile, OpenBlock, require_rows, row_bytes_checked
 from aifs.datasets.index import BLOCK_BYTES, BLOCK_ROWS, RowBlock
 
 if TYPE_CHECKING:
@@ -241,5 +241,5 @@ class _File:
         return file
 
 
-def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
-    return _File(file)
+def open_file(file: DatasetFile, options: Mapping[str, Any]) -> OpenBlock:
+    return _File(file).open_block

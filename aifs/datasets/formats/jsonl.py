@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aifs.core.errors import DatasetError
 from aifs.datasets.formats.columns import joined, naming, require_distinct, takeable
-from aifs.datasets.formats.reading import DatasetFile, require_rows
+from aifs.datasets.formats.reading import DatasetFile, OpenBlock, require_rows
 from aifs.datasets.formats.text import BLANK, BOM, is_compressed, line_blocks, lines_of
 from aifs.datasets.formats.text import order as order
 from aifs.datasets.index import FileBytes, RowBlock
@@ -74,17 +74,13 @@ class _Lines:
             return joined([takeable(batch) for batch in table.to_batches()])
 
 
-class _File:
-    def __init__(self, file: DatasetFile, options: Mapping[str, Any]) -> None:
-        self._file = file
-        self._schema = options.get("schema")
-        with naming(file.path, 0):
-            require_distinct(self._schema or ())
+def open_file(file: DatasetFile, options: Mapping[str, Any]) -> OpenBlock:
+    schema = options.get("schema")
+    with naming(file.path, 0):
+        require_distinct(schema or ())
 
-    def open_block(self, number: int, block: RowBlock) -> _Lines:
-        lines = [line for line in lines_of(self._file, block) if line.strip(BLANK)]
-        return _Lines(self._file.path, block, lines, self._schema)
+    def open_block(number: int, block: RowBlock) -> _Lines:
+        lines = [line for line in lines_of(file, block) if line.strip(BLANK)]
+        return _Lines(file.path, block, lines, schema)
 
-
-def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
-    return _File(file, options)
+    return open_block

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aifs.core.errors import DatasetError
 from aifs.datasets.disk import IndexedDiskFile, version_of
 from aifs.datasets.formats.columns import naming
-from aifs.datasets.formats.reading import Clipped, DatasetFile, row_bytes_checked
+from aifs.datasets.formats.reading import Clipped, DatasetFile, OpenBlock, row_bytes_checked
 from aifs.datasets.index import BLOCK_BYTES, BLOCK_ROWS, FileBytes, RowBlock
 from aifs.datasets.order import ChosenBlocks, OrderSources, in_order
 from aifs.datasets.virtual import Joined, ShiftedNumbers, SourceRange
@@ -219,8 +219,8 @@ class _File:
         return found
 
 
-def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
-    return _File(file)
+def open_file(file: DatasetFile, options: Mapping[str, Any]) -> OpenBlock:
+    return _File(file).open_block
 
 
 def order(blocks: ChosenBlocks, sources: OrderSources) -> Joined:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from aifs.core.errors import DatasetError
 from aifs.datasets.formats.columns import joined, naming, python_rows, require_distinct, takeable
-from aifs.datasets.formats.reading import Clipped, DatasetFile, Seekable, require_rows
+from aifs.datasets.formats.reading import Clipped, DatasetFile, OpenBlock, Seekable, require_rows
 from aifs.datasets.index import FileBytes, RowBlock
 
 if TYPE_CHECKING:
@@ -278,5 +278,5 @@ class _File:
         return _Block(self, group, block)
 
 
-def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
-    return _File(file, options.get("columns"))
+def open_file(file: DatasetFile, options: Mapping[str, Any]) -> OpenBlock:
+    return _File(file, options.get("columns")).open_block

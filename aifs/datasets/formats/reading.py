@@ -46,12 +46,9 @@ class BlockRows(Protocol):
         ...
 
 
-class FileRows(Protocol):
-    """One file of a dataset, ready to give its blocks (its footer or header has been read)."""
-
-    def open_block(self, number: int, block: RowBlock) -> BlockRows:
-        """Read the block with this number within the file (from 0). Blocks."""
-        ...
+OpenBlock = Callable[[int, RowBlock], BlockRows]
+"""Reads the block with this number (from 0) within a file, whose footer or header has been read.
+Blocks."""
 
 
 class SmallReads:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aifs.core.errors import DatasetError
-from aifs.datasets.formats.reading import DatasetFile
+from aifs.datasets.formats.reading import DatasetFile, OpenBlock
 from aifs.datasets.index import BLOCK_BYTES, BLOCK_ROWS, FileBytes, RowBlock
 from aifs.datasets.order import ChosenBlocks, OrderSources, in_order
 from aifs.datasets.virtual import Joined
@@ -54,16 +54,10 @@ class _Block:
         return pyarrow.record_batch([column], names=["record"])
 
 
-class _File:
-    def __init__(self, file: DatasetFile) -> None:
-        self._file = file
-
-    def open_block(self, number: int, block: RowBlock) -> _Block:
-        return _Block(self._file.read(block.offset, block.length), block.length // block.rows)
-
-
-def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
-    return _File(file)
+def open_file(file: DatasetFile, options: Mapping[str, Any]) -> OpenBlock:
+    return lambda number, block: _Block(
+        file.read(block.offset, block.length), block.length // block.rows
+    )
 
 
 def order(blocks: ChosenBlocks, sources: OrderSources) -> Joined:

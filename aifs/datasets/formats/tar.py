@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aifs.core.errors import DatasetError
 from aifs.datasets.formats.columns import naming
-from aifs.datasets.formats.reading import DatasetFile, InMemory, SmallReads, in_blocks, require_rows
+from aifs.datasets.formats.reading import (
+    DatasetFile,
+    InMemory,
+    OpenBlock,
+    SmallReads,
+    in_blocks,
+    require_rows,
+)
 from aifs.datasets.formats.text import GZIP, ZSTD
 from aifs.datasets.index import FileBytes, RowBlock
 from aifs.datasets.order import ChosenBlocks, OrderSources, in_order
@@ -257,18 +264,11 @@ class _Block:
         return self._data[member.offset : member.offset + member.size]
 
 
-class _File:
-    def __init__(self, file: DatasetFile, decode: bool) -> None:
-        self._file = file
-        self._decode = decode
-
-    def open_block(self, number: int, block: RowBlock) -> _Block:
-        data = self._file.read(block.offset, block.length)
-        return _Block(self._file.path, block, data, self._decode)
-
-
-def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
-    return _File(file, bool(options.get("decode")))
+def open_file(file: DatasetFile, options: Mapping[str, Any]) -> OpenBlock:
+    decode = bool(options.get("decode"))
+    return lambda number, block: _Block(
+        file.path, block, file.read(block.offset, block.length), decode
+    )
 
 
 def order(blocks: ChosenBlocks, sources: OrderSources) -> Joined:

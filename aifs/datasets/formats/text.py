@@ -17,6 +17,7 @@ from aifs.datasets.formats.reading import (
     ROW_BYTES_MAX,
     DatasetFile,
     InMemory,
+    OpenBlock,
     require_rows,
     row_bytes_checked,
 )
@@ -244,16 +245,8 @@ class _Lines:
             return pyarrow.record_batch([lines.cast(pyarrow.large_string())], names=["text"])
 
 
-class _File:
-    def __init__(self, file: DatasetFile) -> None:
-        self._file = file
-
-    def open_block(self, number: int, block: RowBlock) -> _Lines:
-        return _Lines(self._file.path, block, lines_of(self._file, block))
-
-
-def open_file(file: DatasetFile, options: Mapping[str, Any]) -> _File:
-    return _File(file)
+def open_file(file: DatasetFile, options: Mapping[str, Any]) -> OpenBlock:
+    return lambda number, block: _Lines(file.path, block, lines_of(file, block))
 
 
 def order(blocks: ChosenBlocks, sources: OrderSources) -> Joined:
