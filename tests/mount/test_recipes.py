@@ -2,7 +2,6 @@
 where its package is not installed (the recipes extra)."""
 
 import os
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from aifs.client import latest, list_checkpoints, verify
 from tests.support.mounts import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 
 LIGHTNING = """
-import os, sys, torch, lightning, aifs.client.torch
+import os, sys, torch, lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import TorchCheckpointIO
-
-{recipe}
+from aifs.client.torch import AifsCheckpointIO
 
 class Model(lightning.LightningModule):
     def __init__(self):
@@ -33,10 +31,10 @@ class Model(lightning.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 def fit(epochs, path=None):
-    model, keep = Model(), ModelCheckpoint(dirpath=sys.argv[1], filename="{{epoch}}", save_top_k=-1)
+    model, keep = Model(), ModelCheckpoint(dirpath=sys.argv[1], filename="{epoch}", save_top_k=-1)
     trainer = lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", devices=1, plugins=[AifsIO()], callbacks=[keep],
-        logger=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=epochs, accelerator="cpu", devices=1, plugins=[AifsCheckpointIO()],
+        callbacks=[keep], logger=False, enable_progress_bar=False, enable_model_summary=False,
     )
     trainer.fit(model, torch.utils.data.DataLoader(torch.randn(32, 8), 8), ckpt_path=path)
     return model, trainer
@@ -48,6 +46,49 @@ assert saved
 assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
 _, trainer = fit(3, path)
 assert trainer.global_step == 12, "it did not go on from the checkpoint"
+"""
+
+TRANSFORMERS = """
+import os, sys, torch
+import torch.multiprocessing as mp
+
+def run(rank, directory, store, ranks):
+    from transformers import Trainer, TrainingArguments
+    from aifs.client import latest
+    from aifs.client.torch import PublishCheckpoints
+    if ranks > 1:
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+        }
+        address = f"file://{store}"
+        torch.distributed.init_process_group("gloo", address, rank=rank, world_size=ranks)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return {"loss": self.layer(x).square().mean()}
+
+    def trainer(steps):
+        args = TrainingArguments(
+            output_dir=directory, max_steps=steps, save_steps=2, use_cpu=True, report_to=[],
+            per_device_train_batch_size=2, disable_tqdm=True, logging_strategy="no",
+        )
+        data = [{"x": torch.ones(8)}] * 64
+        return Trainer(Model(), args, train_dataset=data, callbacks=[PublishCheckpoints()])
+
+    trainer(4).train()
+    second = trainer(6)
+    second.train(resume_from_checkpoint=str(latest(directory)))
+    assert second.state.global_step == 6
+
+if __name__ == "__main__":
+    ranks = int(sys.argv[3])
+    args = (sys.argv[1], sys.argv[2], ranks)
+    run(0, *args) if ranks == 1 else mp.spawn(run, args, nprocs=ranks)
 """
 
 MEGATRON = """
@@ -110,7 +151,7 @@ def need(package: str) -> None:
         pytest.skip(f"{package} is not installed (the recipes extra)")
 
 
-def run(directory: Path, script: str, *args: Path) -> None:
+def run(directory: Path, script: str, *args: Path | str) -> None:
     path = directory / "recipe.py"
     path.write_text(script)
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -132,14 +173,20 @@ def run(directory: Path, script: str, *args: Path) -> None:
 
 def test_lightning(on_mount: Path, tmp_path: Path) -> None:
     need("lightning")
-    recipe = re.search(
-        r"```python\n(  class AifsIO.*?)  ```",
-        (ROOT / "docs/guide/training.md").read_text(),
-        re.DOTALL,
-    )
-    lines = [line.removeprefix("  ") for line in recipe[1].splitlines()]
-    run(tmp_path, LIGHTNING.format(recipe="\n".join(lines)), on_mount / "run")
+    run(tmp_path, LIGHTNING, on_mount / "run")
     assert sorted(os.listdir(on_mount / "run")) == [f"epoch={number}.ckpt" for number in range(3)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_transformers(on_mount: Path, tmp_path: Path, ranks: int) -> None:
+    need("transformers")
+    need("accelerate")
+    runs = on_mount / "run"
+    run(tmp_path, TRANSFORMERS, runs, tmp_path / "store", str(ranks))
+    names = ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert sorted(os.listdir(runs)) == names
+    assert [one.state for one in list_checkpoints(runs)] == ["complete"] * 3
+    assert latest(runs) == runs / "checkpoint-6" and not verify(runs / "checkpoint-4")
 
 
 def test_megatron(on_mount: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "aifs").rglob("*.py")
 }
-FRAMEWORKS = {"torch", "numpy", "isal"}
+FRAMEWORKS = {"torch", "numpy", "isal", "lightning", "transformers"}
 """What programs bring along that use aifs.client.torch."""
 
 ASKED_FOR = {"trio"}

@@ -8,9 +8,11 @@ _MODULES = by_name(
         "contents": "load_safetensors save_safetensors",
         "distributed": "AifsReader AifsWriter",
         "engine": "CheckpointEngine",
+        "lightning": "AifsCheckpointIO",
         "parallel": "parallel_load parallel_save",
         "pipelined": "PipelinedCheckpointer",
         "saving": "save",
+        "transformers": "PublishCheckpoints",
     }
 )
 
