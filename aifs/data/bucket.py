@@ -16,18 +16,24 @@ any thread.
 import configparser
 import errno
 import os
+import random
 import re
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import wraps
 from importlib import import_module
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import parse_qsl
 
 from aifs.core.errors import StoreError
 from aifs.core.units import parse_size
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PART = 8 << 20
 """Bytes of each part of an upload. A store takes up to 10,000: objects have up to 78 GiB."""
@@ -48,11 +54,32 @@ REPEAT: dict[str, Any] = {
 }
 """How requests that fail in passing are repeated, as obstore wants it."""
 
+_PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6)
+"""Before idempotent requests are repeated that obstore does not repeat: resets of a deletion, and
+bodies that are too short."""
+
 _SECRETS = re.compile(r"secret_access_key|access_key|session_token|token|sas|password")
 """Parameters that must not stand in a URL, which logs and tables show."""
 
 _MEMORY: dict[str, Any] = {}
 """Stores of ``memory://NAME`` (for tests), by NAME: as long as this process lives."""
+
+
+def _repeated(call: Callable[P, R]) -> Callable[P, R]:
+    @wraps(call)
+    def repeat(*args: P.args, **named: P.kwargs) -> R:
+        for pause_s in _PAUSES_S:
+            began_s = time.monotonic()
+            try:
+                return call(*args, **named)
+            except OSError as error:
+                is_passing = error.errno in (errno.EIO, errno.EHOSTUNREACH)
+                if not is_passing or time.monotonic() - began_s > _PAUSES_S[-1]:
+                    raise  # else it was not obstore that has given up, after a minute
+            time.sleep(pause_s * random.uniform(0.5, 1))
+        return call(*args, **named)
+
+    return repeat
 
 
 class ObjectInfo(NamedTuple):
@@ -110,7 +137,7 @@ class Bucket:
 
     def get(self, key: str) -> tuple[bytes, str] | None:
         """The whole object and its ETag, or None."""
-        with self._named(key):
+        with self.named(key):
             try:
                 found = self._obstore.get(self._store, key)
                 return bytes(found.bytes()), found.meta["e_tag"] or ""
@@ -118,13 +145,14 @@ class Bucket:
                 self._require_bucket(error)
                 return None
 
+    @_repeated
     def read_into(self, key: str, buffer: memoryview, offset: int, etag: str = "") -> int:
         """Fill ``buffer`` from ``offset``, which lies in the object, by one request; the bytes
         read, fewer only at the end. ``etag``: OSError (ESTALE) if the object is another."""
         options: dict[str, Any] = {"range": (offset, offset + len(buffer))}
         if etag:
             options["if_match"] = etag
-        with self._named(key):
+        with self.named(key):
             try:
                 found = self._obstore.get(self._store, key, options=options)
                 end = min(offset + len(buffer), found.meta["size"])
@@ -137,7 +165,7 @@ class Bucket:
         return len(content)
 
     def head(self, key: str) -> ObjectInfo | None:
-        with self._named(key):
+        with self.named(key):
             try:
                 return _found(self._obstore.head(self._store, key))
             except FileNotFoundError as error:
@@ -149,7 +177,7 @@ class Bucket:
         is to be replaced; None: there is no such object. Returns None where it is otherwise."""
         mode = "overwrite" if expected is ANY else {"e_tag": expected} if expected else "create"
         faults = self._obstore.exceptions
-        with self._named(key):
+        with self.named(key):
             try:
                 done = self._obstore.put(self._store, key, data, mode=mode, use_multipart=False)
                 return done["e_tag"] or ""
@@ -161,20 +189,21 @@ class Bucket:
 
     def upload(self, key: str, part: int = PART) -> "Upload":
         """To put an object by one request, or, from ``part`` bytes on, by parts of so many."""
-        with self._named(key):
+        with self.named(key):
             writer = self._obstore.open_writer(
                 self._store,
                 key,
                 buffer_size=part,
                 max_concurrency=max(1, PARTS_AT_ONCE * PART // part),
             )
-        return Upload(writer, lambda: self._named(key))
+        return Upload(writer, self, key)
 
+    @_repeated
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, whether they are there or not: up to 1,000 by one request."""
         if not keys:
             return
-        with self._named(keys[0]):
+        with self.named(keys[0]):
             try:
                 self._obstore.delete(self._store, list(keys))
             except FileNotFoundError as error:
@@ -184,12 +213,12 @@ class Bucket:
 
     def move(self, key: str, to: str) -> None:
         """By a copy in the store, up to 5 GiB in S3."""
-        with self._named(key):
+        with self.named(key):
             self._obstore.rename(self._store, key, to)
 
     def pages(self, prefix: str, after: str = "", size: int = 1000) -> Iterator[list[ObjectInfo]]:
         """The objects PREFIX/..., in order of their keys, from behind ``after`` on."""
-        with self._named(prefix):
+        with self.named(prefix):
             listed = self._obstore.list(
                 self._store, prefix or None, offset=after or None, chunk_size=size
             )
@@ -202,7 +231,7 @@ class Bucket:
             raise error
 
     @contextmanager
-    def _named(self, key: str) -> Iterator[None]:
+    def named(self, key: str) -> Iterator[None]:
         try:
             yield
         except self._faults as error:
@@ -215,17 +244,21 @@ class Upload:
     the process does not survive stays in the store, unseen, until a lifecycle rule of the bucket
     aborts it."""
 
-    def __init__(self, writer: Any, named: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, writer: Any, bucket: Bucket, key: str) -> None:
         self._writer = writer
-        self._named = named
+        self._bucket = bucket
+        self._key = key
+        self._length = 0
+        """Bytes that have been written."""
 
     def __enter__(self) -> "Upload":
         return self
 
     def write(self, data: bytes | memoryview) -> None:
         """Append; waits while PARTS_AT_ONCE parts are under way."""
-        with self._named():
+        with self._bucket.named(self._key):
             self._writer.write(data)
+        self._length += len(data)
 
     def __exit__(
         self,
@@ -233,8 +266,25 @@ class Upload:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._named() if error is None else suppress(Exception):
-            self._writer.__exit__(kind, error, trace)
+        if error is not None:
+            self.abort(error)
+        else:
+            self.complete()
+
+    def complete(self) -> None:
+        """The object is there on return. Its key is used for this content alone."""
+        try:
+            with self._bucket.named(self._key):
+                self._writer.close()
+        except OSError:
+            found = self._bucket.head(self._key)  # the answer may have been lost, not the request
+            if found is None or found.size != self._length:
+                raise
+
+    def abort(self, error: BaseException) -> None:
+        """There is no object. Errors are ignored."""
+        with suppress(Exception):
+            self._writer.__exit__(type(error), error, None)
 
 
 def _found(meta: Any) -> ObjectInfo:

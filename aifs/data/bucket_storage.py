@@ -162,8 +162,10 @@ class _Making:
         """Complete the upload; with an error, abort it."""
         upload, self._upload = self._upload, None
         self._pieces.clear()
-        if upload is not None:
-            upload.__exit__(None if error is None else type(error), error, None)
+        if upload is not None and error is not None:
+            upload.abort(error)
+        elif upload is not None:
+            upload.complete()
 
 
 class _Used:

@@ -98,6 +98,7 @@ def test_large_objects_are_uploaded_whole_or_not_at_all(bucket: Bucket) -> None:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, Bucket]]:
     few = {"max_retries": 2, "backoff": {"init_backoff": MS, "max_backoff": MS}}
     monkeypatch.setattr(module, "REPEAT", few)
+    monkeypatch.setattr(module, "_PAUSES_S", ())
     server = Scripted()
     yield server, Bucket(f"s3://name?endpoint={server.endpoint}")
     server.close()

@@ -2,17 +2,20 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from aifs.core.config import DIRECTORY_FILE
 from tests.support.mounts import ROOT, Mounted, aifs, mounted_store
-from tests.support.object_stores import KEYS, make_bucket, moto
+from tests.support.object_stores import KEYS, Proxy, make_bucket, moto
 
 pytest.importorskip("obstore", reason="needs obstore: pip install '.[objects]'")
 
@@ -122,6 +125,50 @@ def test_a_full_bucket_keeps_files_in_the_burst_tier(endpoint: str, tmp_path: Pa
             assert "its limit of 3MiB is reached" in draining.stderr.readline()
             draining.terminate()
         assert (store.path / "second").read_bytes() == second
+
+
+STEPS = [
+    r"POST .*\?uploads",  # an upload begins
+    r"PUT .*partNumber=",
+    r"POST .*\?uploadId=",  # it is completed
+    r"PUT .*objects/[0-9a-f]+\.0$",  # a pack
+    r"POST .*\?delete",
+]
+
+
+@pytest.mark.sweep
+def test_a_daemon_that_is_killed_at_any_request_loses_nothing(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the store has got it, and after."""
+    target: list[str] = []
+
+    def spoil(asked: str) -> str:
+        if target and re.search(target[0], asked):
+            os.kill(store.pid, signal.SIGKILL)
+            return target.clear() or word
+        return ""
+
+    proxy = Proxy(endpoint, spoil)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    text = "data: {movers: 1}\nmeta: {backup_interval: 0}\n"  # then garbage goes at once
+    write_settings(tmp_path, f"servers: ['s3://bucket/killed']\n{text}")
+    files: dict[str, bytes] = {}
+    with mounted_store(tmp_path) as store:
+        for number, (step, word) in enumerate(product(STEPS, ("reset", "lost"))):
+            for name, size in ((f"large{number % 3}", LARGE), (f"small{number}", 5000)):
+                files[name] = os.urandom(size)
+                (store.path / name).write_bytes(files[name])
+            target.append(step)
+            aifs("drain", store.path, check=False)
+            store.wait_for_end()  # what was replaced is deleted after the drain has ended
+            subprocess.run(["umount", "-l", store.path], check=True)
+            store.mount()
+            assert {name: (store.path / name).read_bytes() for name in files} == files, step
+        aifs("drain", store.path)
+        aifs("evict", store.path)
+        assert {name: (store.path / name).read_bytes() for name in files} == files
+    proxy.close()
 
 
 def test_a_bucket_is_added_as_archive(endpoint: str, tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Object stores to test with: moto's server, which speaks S3 on loopback, and one of errors."""
 
+import http.client
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -93,6 +95,94 @@ def make_bucket(endpoint: str, name: str) -> None:
 
 def s3_error(code: str) -> bytes:
     return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>m</Message></Error>".encode()
+
+
+Spoil = Callable[[str], str]
+"""How an answer to METHOD PATH is spoilt: see ``Proxy``."""
+
+
+class Proxy:
+    """An endpoint before another one, which passes requests on. ``spoil`` chooses for each:
+
+    ``""``: it is passed on, and answered. ``busy``: 503 SlowDown, not passed on. ``reset``: the
+    connection is reset, nothing is passed on. ``lost``: it is passed on, then the connection is
+    reset. ``cut``: so, in the middle of the body. ``short``: half of the body, as if it were all.
+    """
+
+    def __init__(self, endpoint: str, spoil: Spoil) -> None:
+        self.spoil = spoil
+        self.spoilt: list[str] = []
+        """WORD METHOD PATH of the requests that were."""
+        outer, there = self, endpoint.removeprefix("http://")
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                asked = f"{self.command} {self.path}"
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if word := outer.spoil(asked):
+                    outer.spoilt.append(f"{word} {asked}")
+                if word == "reset":
+                    return self.reset()
+                if word == "busy":
+                    return self.say(503, [], s3_error("SlowDown"), 0)
+                passed = http.client.HTTPConnection(there)
+                passed.request(self.command, self.path, body, dict(self.headers))
+                found = passed.getresponse()
+                content = found.read()
+                passed.close()
+                if word == "lost":
+                    return self.reset()
+                half = len(content) // 2
+                content = content[:half] if word == "short" else content
+                self.say(found.status, found.getheaders(), content, half if word == "cut" else 0)
+
+            def say(
+                self, status: int, headers: list[tuple[str, str]], content: bytes, cut: int
+            ) -> None:
+                """``cut``: after so many bytes of the content."""
+                self.send_response(status)
+                is_head = self.command == "HEAD"
+                for name, value in headers:
+                    if name.lower() != "content-length" or is_head:
+                        if name.lower() not in ("connection", "transfer-encoding", "date"):
+                            self.send_header(name, value)
+                if not is_head:
+                    self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                if not is_head:
+                    self.wfile.write(content[:cut] if cut else content)
+                if cut:
+                    self.reset()
+
+            def reset(self) -> None:
+                self.connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
+                self.close_connection = True
+                self.rfile.close()
+                self.connection.close()
+
+            def finish(self) -> None:
+                with suppress(OSError, ValueError):
+                    super().finish()
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
 
 
 class Scripted:
