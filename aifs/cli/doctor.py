@@ -69,11 +69,11 @@ def checks_of(place: str | None) -> list[dict[str, Any]]:
         if fault:
             checks.insert(0, _check("store", fault, "see there"))
         addresses = list(loaded.servers)
-    for address in addresses:
-        if not is_path(address):
-            checks += [_check(*check) for check in check_bucket(address)]
     if loaded.is_cluster:
         checks += [_check(*check) for check in cluster_checks(loaded)]
+    for address in addresses:  # at last: obstore's threads do not survive the forks of others
+        if not is_path(address):
+            checks += [_check(*check) for check in check_bucket(address)]
     return checks
 
 

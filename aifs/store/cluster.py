@@ -13,6 +13,7 @@ import trio
 
 from aifs.core.config import Config
 from aifs.core.errors import StoreBusy, StoreError, Unavailable
+from aifs.core.names import is_path
 from aifs.data.marker import NAME as MARKER
 from aifs.data.marker import Identity, Marker, check_identity, read_marker
 from aifs.data.patience import Patience, ask_all
@@ -90,8 +91,8 @@ def find_unused(config: Config) -> str:
 
 
 def _require_own_servers(config: Config, database: BlockingDatabase, store: str) -> None:
-    """Check that this host's data servers are the store's; silent ones are left to the open. Raises
-    StoreError."""
+    """Check that this host's data servers are the store's; silent ones are left to the open, and
+    buckets, because obstore's threads do not survive the fork of a daemon. Raises StoreError."""
     rows = database.values(*keys.all_of(b"s"))
     wanted = {path: Identity(store, "data", -1) for path in config.servers}
     for key, value in rows.items():
@@ -101,6 +102,7 @@ def _require_own_servers(config: Config, database: BlockingDatabase, store: str)
             continue  # which is told when it is opened
         if role_of(number) == "data" and row.state != LOST:
             wanted[below(config.source, row.path)] = Identity(store, "data", number)
+    wanted = {path: identity for path, identity in wanted.items() if is_path(path)}
     places = [storage_at(path) for path in wanted]
     answers = ask_all([(Patience(), place.read_marker, ()) for place in places], _ANSWER_S)
     for (path, identity), marker in zip(wanted.items(), answers, strict=True):

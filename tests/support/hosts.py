@@ -99,7 +99,9 @@ class Cluster:
         database: TestDatabase,
         settings: Settings = MappingProxyType({}),
     ) -> None:
-        """``settings``: of the hosts' configuration, by section."""
+        """``settings``: of the hosts' configuration, by section. ``at`` in ``servers`` of these:
+        addresses, with ``{}`` for that of this machine in the network."""
+        addresses = settings.get("servers", {}).get("at", [])
         self.postgres = postgres
         self.network = network
         self._directory = directory
@@ -112,7 +114,8 @@ class Cluster:
         self._settings: dict[str, object] = {
             **settings,
             "meta": {**settings.get("meta", {}), **meta},
-            "servers": [str(directory / "data" / str(number)) for number in range(SERVERS)],
+            "servers": [address.format(network.address) for address in addresses]
+            or [str(directory / "data" / str(number)) for number in range(SERVERS)],
             "data": {"movers": 0, **settings.get("data", {})},
         }
 

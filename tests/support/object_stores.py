@@ -22,7 +22,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGIO
 
 
 @contextmanager
-def moto(asked: list[str] | None = None) -> Iterator[str]:
+def moto(asked: list[str] | None = None, listens: str = "127.0.0.1") -> Iterator[str]:
     """The endpoint of an empty one, which keeps all in memory. One at a time. It takes requests in
     turn: moto itself may do two conditional puts at once. ``asked``: gets METHOD PATH of each."""
     server = pytest.importorskip(
@@ -38,14 +38,14 @@ def moto(asked: list[str] | None = None) -> Iterator[str]:
                 return super().__call__(environ, start_response)
 
     with patch.object(server, "DomainDispatcherApplication", InTurn):
-        yield from _serve(server)
+        yield from _serve(server, listens)
 
 
-def _serve(server: Any) -> Iterator[str]:
-    threaded = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+def _serve(server: Any, listens: str) -> Iterator[str]:
+    threaded = server.ThreadedMotoServer(ip_address=listens, port=0, verbose=False)
     threaded.start()
     try:
-        endpoint = "http://{}:{}".format(*threaded.get_host_and_port())
+        endpoint = f"http://127.0.0.1:{threaded.get_host_and_port()[1]}"
         urllib.request.urlopen(f"{endpoint}/moto-api/reset", b"").close()
         yield endpoint
     finally:
