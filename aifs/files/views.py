@@ -18,6 +18,8 @@ from aifs.meta.keys import ROOT_INO
 from aifs.meta.kv import ReadTransaction
 from aifs.meta.records import Inode
 
+_NAMESPACE = "/proc/{}/ns/mnt"
+
 
 class Confined(NamedTuple):
     """A caller that has a part of the mount."""
@@ -36,6 +38,7 @@ class Views:
 
     def __init__(self, mountpoint: str) -> None:
         self._mountpoint = mountpoint if os.geteuid() == 0 else ""
+        self._namespace = os.readlink(_NAMESPACE.format("self"))
         self._device = -1
 
     def of(self, caller: CallerLike) -> dict[str, bool] | None:
@@ -43,16 +46,15 @@ class Views:
         writable; None: the caller has all. Does not block."""
         if not self._mountpoint or not caller.pid:
             return None
-        process, found = f"/proc/{caller.pid}", dict[str, bool]()
+        device = self._own_device()  # while the mount is there: later there may be views alone
+        found = dict[str, bool]()
         try:
-            if os.readlink(f"{process}/ns/mnt") == os.readlink("/proc/self/ns/mnt"):
-                if os.readlink(f"{process}/root") == "/":
-                    return None
-            with open(f"{process}/mountinfo", "rb") as file:
+            if os.readlink(_NAMESPACE.format(caller.pid)) == self._namespace:
+                return None
+            with open(f"/proc/{caller.pid}/mountinfo", "rb") as file:
                 mounts = [mountinfo.parse_line(line) for line in file]
         except OSError:  # the daemon may not look
             return found
-        device = self._own_device()
         for mount in mounts:
             if mount.device == device:
                 found[mount.root] = found.get(mount.root, False) or "rw" in mount.options
