@@ -134,21 +134,23 @@ def add_command(burst: bool, domain: str, storage_class: str, place: str, direct
     """Make the empty DIRECTORY, or an unused prefix of a bucket, a data server of the store. New
     files use it, unless it has a class.
 
-    The store remembers its servers; a YAML file need not list those that were added.
+    The store remembers its servers. It is added to the list in the YAML file, too, if there is one.
     """
     import trio
 
     directory = absolute(directory)
 
-    async def add() -> dict[str, Any]:
+    async def add() -> tuple[str, dict[str, Any]]:
         async with opened(place, adding=directory) as door:
             fields = {"path": directory, "role": "burst" if burst else "data", "domain": domain}
             if storage_class:
                 fields["class"] = storage_class
             await door.order("server-add", **fields)
-            return _find(await door.state(), path=directory)
+            return door.source, _find(await door.state(), path=directory)
 
-    server = trio.run(add)
+    source, server = trio.run(add)
+    said = {"path": directory, "domain": domain, "class": storage_class}
+    _note(source, {name: text for name, text in said.items() if text}, burst)
     return Report(server, f"added {directory} to the store, as {_described(server)}")
 
 
@@ -269,6 +271,7 @@ def replace_command(
         async with opened(place, adding=directory) as door:
             await door.order("server-replace", id=server, path=directory)
             new = _find(await door.state(), path=directory)
+            _note(door.source, {"path": directory}, is_burst=False)
             waited = wait or isinstance(door, OpenDoor)
             if waited:
                 await wait_for_order(door, which, timeout_s)
@@ -337,6 +340,22 @@ def rm_command(
     source, paths = trio.run(remove)
     _leave_out(source, paths)
     return Report(which, f"{_described(which)} is removed from the store")
+
+
+def _note(source: str, place: dict[str, str], is_burst: bool) -> None:
+    """Write a directory that came to the store into the list of its configuration file, if that has
+    one: a restore looks there for backups."""
+    from aifs.core import config, config_file
+
+    file = config.load(source, {}).file
+    try:
+        config_file.add(
+            file,
+            "burst.directories" if is_burst else "servers",
+            place if len(place) > 1 else place["path"],
+        )
+    except OSError as error:
+        print_error(f"warning: {file} does not name {place['path']}: {describe_error(error)}")
 
 
 def _leave_out(source: str, paths: list[str]) -> None:

@@ -29,6 +29,26 @@ def save(path: str, values: Mapping[str, str | Sequence[str]]) -> None:
     _replace(path, text)
 
 
+def add(path: str, key: str, item: str | Mapping[str, str]) -> bool:
+    """Put an item at the end of the list ``key``; False if the file has no such list, or an empty
+    one."""
+    text = _read(path)
+    found = _find(path, text, key.split("."))
+    if not isinstance(found, yaml.SequenceNode) or not found.value:
+        return False
+    last, new = found.value[-1], _yaml(item)
+    end = _end(last)
+    if found.flow_style:
+        text = f"{text[:end]}, {new}{text[end:]}"
+    else:
+        end = text.find("\n", end) + 1 or len(text)
+        begin = last.start_mark.index
+        dash = text[text.rfind("\n", 0, begin) + 1 : begin]
+        text = f"{text[:end]}{'' if text[end - 1] == chr(10) else chr(10)}{dash}{new}\n{text[end:]}"
+    _replace(path, text)
+    return True
+
+
 def leave_out(path: str, key: str, is_meant: Callable[[str], bool]) -> bool:
     """Take items out of the list ``key``, by their text or ``path``; whether one was there."""
     new = _read(path)
@@ -105,11 +125,12 @@ def _end(node: yaml.Node) -> int:
     return int(node.end_mark.index)
 
 
-def _yaml(value: str | Sequence[str]) -> str:
-    """A text, in which a number stays one, or a list."""
+def _yaml(value: str | Sequence[str] | Mapping[str, str]) -> str:
+    """A text, in which a number stays one, a list, or a mapping."""
     if not isinstance(value, str):
-        return yaml.safe_dump([*value], default_flow_style=True, width=1 << 20).strip()
+        plain = dict(value) if isinstance(value, Mapping) else [*value]
+        return yaml.safe_dump(plain, default_flow_style=True, width=1 << 20).strip()
     text = value
     if text.replace(".", "").isalnum() and isinstance(yaml.safe_load(text), str | int | float):
         return text
-    return yaml.safe_dump(text, width=1 << 20).splitlines()[0]
+    return yaml.safe_dump([text], default_flow_style=True, width=1 << 20).strip()[1:-1]

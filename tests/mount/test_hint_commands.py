@@ -89,6 +89,8 @@ def test_a_value_is_kept_in_the_file(scratch: Path) -> None:
     assert value("servers") == f"{scratch}/a:{scratch}/b" and value("layout.unit") == "1MiB"
     aifs("mount", source, path)
     aifs("config", "set", path, "burst.drain_bandwidth", "7MiB", "--save")
+    aifs("server", "add", path, scratch / "c", "--class", "cold")
+    assert f"{{class: cold, path: {scratch}/c}}" in file.read_text()
     aifs("server", "drain", path, "0", "--wait")
     assert f"{file} names it no more" in aifs("server", "rm", path, "0").stderr
     aifs("umount", path)
@@ -98,7 +100,7 @@ def test_a_value_is_kept_in_the_file(scratch: Path) -> None:
     assert aifs("config", "set", source, "servers", "/x", check=False).returncode == 3
     aifs("mount", source, path)
     assert value("burst.drain_bandwidth", path) == "7MiB" and value("layout.unit", path) == "2MiB"
-    assert value("servers", path) == f"{scratch}/b"
+    assert value("servers", path) == f"{scratch}/b:{scratch}/c (class cold)"
     aifs("umount", path)
     assert "not used" not in aifs("meta", "ls", source).stderr
     aifs("fsck", source)

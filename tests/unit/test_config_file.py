@@ -41,6 +41,7 @@ def file(tmp_path: Path) -> Path:
         ("burst.high_water", "0.7", "0.9 #", "0.7 #"),
         ("layout.unit", "4MiB", "unit: 1MiB", "unit: 4MiB"),
         ("meta.directory", "a: b", "directory: m}", "directory: 'a: b'}"),
+        ("meta.directory", "a, b}", "directory: m}", "directory: 'a, b}'}"),
         ("log.level", "debug", "1MiB\n", "1MiB\nlog.level: debug\n"),
         ("burst.directories", "z", "[x, y]", "z"),
     ],
@@ -68,6 +69,31 @@ def test_items_are_left_out(file: Path, key: str, gone: str, old: str, new: str)
     assert changed == bool(old)
     assert file.read_text() == TEXT.replace(old, new)
     yaml.safe_load(file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("key", "item", "old", "new"),
+    [
+        ("servers", "/d", "rack\n", "rack\n  - /d\n"),
+        (
+            *("servers", {"path": "/d", "class": "cold"}, "rack\n"),
+            "rack\n  - {class: cold, path: /d}\n",
+        ),
+        ("burst.directories", "/a, b", "[x, y]", "[x, y, '/a, b']"),
+    ],
+)
+def test_an_item_is_added(file: Path, key: str, item: str | dict, old: str, new: str) -> None:
+    assert config_file.add(str(file), key, item)
+    assert file.read_text() == TEXT.replace(old, new)
+    found = yaml.safe_load(file.read_text())
+    assert (found["servers"] if key == "servers" else found["burst"]["directories"])[-1] == item
+    assert not config_file.add(str(file), "none", "x")
+
+
+def test_an_item_is_added_at_the_end_of_a_file(file: Path) -> None:
+    file.write_text("servers:\n- /a")
+    assert config_file.add(str(file), "servers", "/b")
+    assert file.read_text() == "servers:\n- /a\n- /b\n"
 
 
 def test_the_last_item_of_a_block(file: Path) -> None:
