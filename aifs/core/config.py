@@ -74,6 +74,7 @@ class MetaConfig(_Section):
     url: Annotated[str, DATABASE]
     secret: Annotated[str, OPTIONAL_PATH]
     commit_interval_s: Annotated[float, duration(0.01, 3600)] = Field(alias="commit_interval")
+    renames: Annotated[str, choice("ordered", "durable")]
     backup_interval_s: Annotated[float, duration(0, 30 * 86400)] = Field(alias="backup_interval")
     backup_copies: Annotated[int, integer(1, 8)]
 

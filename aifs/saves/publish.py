@@ -1,8 +1,8 @@
 """Making trees visible: rename as a barrier, publishing with pointers in one transaction
 (docs/design/publish.md).
 
-What appears under a new name is durable before, the name on return. A directory sealed by its group
-(saves/ready.py) gets its name when all ranks have committed.
+What appears under a new name is durable before; the name on return, if it is a directory's. A
+directory sealed by its group (saves/ready.py) gets its name when all ranks have committed.
 """
 
 import os
@@ -103,6 +103,10 @@ class Publishing:
         self._kernel = services.kernel
         self._refusals = services.refusals
         self._options = services.options
+        config = services.config
+        self._is_durable = config.is_cluster or config.meta.renames == "durable"
+        """Whether renames of files wait for the journal, too. On other hosts they are to be seen
+        on return."""
         self._looked_up = services.looked_up
         self._unlinked = unlinked
         self._forget = forget
@@ -131,7 +135,8 @@ class Publishing:
         flags: int = 0,
         caller: CallerLike = ROOT,
     ) -> None:
-        """rename(2), a publishing barrier: all below is durable before, the rename on return.
+        """rename(2), a publishing barrier: all below is durable before; the rename on return if
+        ``_is_durable`` says so, else in order, after ``meta.commit_interval``.
 
         Raises Busy for an incomplete pending directory, errors of a drain if the new directory's
         policy is to publish from the capacity tier, ReadOnly for virtual names, Stale for a
@@ -156,7 +161,8 @@ class Publishing:
         if other is not None:
             self._unlinked(other)
         faults.reach(_SHOWN)
-        await self._engine.barrier()
+        if self._is_durable or inode.is_dir or flags == namespace.RENAME_EXCHANGE:
+            await self._engine.barrier()
         self._drain.published(synced)
         if inode.is_dir:
             self._retention.shown(new_parent)

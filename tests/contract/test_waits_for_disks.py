@@ -3,7 +3,7 @@
 import os
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from aifs.files.kernel import Kernel
 from aifs.files.types import ROOT as ROOT_USER
 from aifs.meta import keys
 from aifs.meta.kv import Transaction
+from aifs.meta.namespace import RENAME_EXCHANGE
 from aifs.meta.records import APPEND_ONLY, Inode
 from aifs.vfs import Filesystem
 from tests.support import modes, stores
@@ -23,16 +24,23 @@ from tests.support.data_servers import hooked
 ROOT, SIZE, MANY = 1, 20_000, 40
 
 
+LONG = {"meta.commit_interval": "1h"}
+"""The journal is synced for those who wait for it alone."""
+
+durable = pytest.mark.store({"meta.renames": "durable"})
+
+
 @asynccontextmanager
-async def opened(directory: Path) -> AsyncIterator[Filesystem]:
+async def opened(directory: Path, settings: Mapping[str, str]) -> AsyncIterator[Filesystem]:
     with hooked():  # from the beginning, so that the paths of all descriptors are known
-        async with stores.opened(directory, base=modes.WAITING) as fs:
+        async with stores.opened(directory, settings, base=modes.WAITING | LONG) as fs:
             yield fs
 
 
 @pytest.fixture
-async def fs(directory: Path) -> AsyncIterator[Filesystem]:
-    async with opened(directory) as fs:
+async def fs(directory: Path, request: pytest.FixtureRequest) -> AsyncIterator[Filesystem]:
+    marks = [mark.args[0] for mark in request.node.iter_markers("store")]
+    async with opened(directory, *marks or [{}]) as fs:
         yield fs
 
 
@@ -60,14 +68,14 @@ async def is_marked(fs: Filesystem, ino: int) -> bool:
     return await fs.store.engine.view(lambda tx: tx.get(keys.dirty(ino)) is not None)
 
 
-async def test_a_file_that_was_just_written_waits_for_its_copy_and_for_the_journal_once(fs):
+async def test_a_file_that_was_just_written_waits_for_its_copy(fs: Filesystem) -> None:
     await make(fs, b"earlier")
     await fs.sync()
     ino = await make(fs, b"new")
     before = fs.store.engine.seq
     with counted() as syncs:
         await fs.rename(ROOT, b"new", ROOT, b"final")
-    assert syncs["copy"] == 1 and syncs["journal"] == 1
+    assert syncs["copy"] == 1 and syncs["journal"] == 0
     assert syncs["directory"] <= 1
     assert fs.store.engine.seq == before + 1  # one transaction: the name and the mark
     assert not await is_marked(fs, ino) and ino not in fs.io.table.unsynced
@@ -75,11 +83,32 @@ async def test_a_file_that_was_just_written_waits_for_its_copy_and_for_the_journ
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("size", [0, 100, SIZE])
-async def test_what_is_in_order_waits_for_the_journal_alone(fs: Filesystem, size: int) -> None:
+async def test_a_file_that_is_in_order_waits_for_nothing(fs: Filesystem, size: int) -> None:
     await make(fs, b"file", size=size)
     await fs.sync()
     with counted() as syncs:
         await fs.rename(ROOT, b"file", ROOT, b"final")
+    assert not syncs
+
+
+@durable
+@pytest.mark.sweep
+@pytest.mark.parametrize("size", [0, 100, SIZE])
+async def test_a_durable_rename_waits_for_the_journal(fs: Filesystem, size: int) -> None:
+    await make(fs, b"file", size=size)
+    await fs.sync()
+    with counted() as syncs:
+        await fs.rename(ROOT, b"file", ROOT, b"final")
+    assert syncs == {"journal": 1}
+
+
+async def test_an_exchange_waits_for_the_journal(fs: Filesystem) -> None:
+    """One of the two may be a directory."""
+    await make(fs, b"file")
+    await fs.mkdir(ROOT, b"directory", 0o755, ROOT_USER)
+    await fs.sync()
+    with counted() as syncs:
+        await fs.rename(ROOT, b"file", ROOT, b"directory", RENAME_EXCHANGE)
     assert syncs == {"journal": 1}
 
 
@@ -89,7 +118,7 @@ async def test_names_of_copies_are_synced_once_for_many(fs: Filesystem) -> None:
     with counted() as syncs:
         for number in range(MANY):
             await fs.rename(ROOT, b"%d" % number, ROOT, b"final%d" % number)
-    assert syncs["copy"] == syncs["journal"] == MANY
+    assert syncs["copy"] == MANY and syncs["journal"] == 0
     assert syncs["directory"] < 10
 
 
@@ -106,6 +135,7 @@ async def test_all_below_a_directory_is_synced_together(fs: Filesystem) -> None:
         assert not await is_marked(fs, ino)
 
 
+@durable
 async def test_renames_that_arrive_during_a_barrier_share_the_next_one(fs: Filesystem) -> None:
     for number in range(MANY):
         await make(fs, b"%d" % number, size=0)
@@ -228,7 +258,7 @@ async def test_the_kernel_keeps_no_page_of_what_could_be_written_but_not_synced(
             raise OSError(5, "no")
 
     monkeypatch.setattr(Kernel, "drop_pages", drop_pages)
-    async with opened(directory) as fs:
+    async with opened(directory, {}) as fs:
         ino = await make(fs, b"file")
         reader = (await fs.open(ino, os.O_RDONLY)).handle
         await fs.set_flags(ino, APPEND_ONLY, 0)

@@ -268,8 +268,8 @@ class Churn:
         await self._publish(path, new, state)
 
     async def _publish(self, path: bytes, new: bytes, state: State, flags: int = 0) -> None:
-        """A rename: if the new name is there, so are the bytes below it, and when it returns, the
-        name is."""
+        """A rename: if the new name is there, so are the bytes below it; when that of a directory
+        returns, the name is."""
         moving = (path, new) if flags == EXCHANGE else (path,)
         below = {
             entry.ino
@@ -281,7 +281,8 @@ class Churn:
         await self._change(
             state, self._rename_silently, *self._place(path), *self._place(new), flags
         )
-        self._note(self.ledger.barrier)
+        if flags == EXCHANGE or stat.S_ISDIR(state[new].mode):
+            self._note(self.ledger.barrier)
 
     async def _rename_silently(self, *args: Any) -> None:
         await self.fs.rename(*args)
