@@ -179,6 +179,11 @@ class Servers:
         """Whether the objects of all data servers can be changed."""
         return all(server.storage.in_place for server in self.capacity())
 
+    def append(self, numbers: Iterable[int]) -> bool:
+        """Whether objects on all of these servers can grow; they cannot in buckets."""
+        known = map(self.find, numbers)
+        return all(server is None or server.storage.append for server in known)
+
     def in_place(self, numbers: Iterable[int]) -> bool:
         """Whether objects on all of these servers can be changed."""
         known = map(self.find, numbers)

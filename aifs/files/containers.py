@@ -279,8 +279,7 @@ class Containers:
             self._collector.add_garbage(garbage)
 
     def grows(self, layout: Striped) -> bool:
-        known = map(self._servers.find, layout.servers)
-        return all(server is None or server.storage.append for server in known)
+        return self._servers.append(layout.servers)
 
     def changed(self, container: int, layout: Striped) -> None:
         self.files.changed(container, layout)

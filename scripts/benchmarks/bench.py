@@ -31,6 +31,7 @@ from hosts import QUICK as QUICK_HOSTS
 from hosts import hosts_rows
 from latency import latency_row
 from movement import movement_rows
+from objects import object_rows
 from operations import operations_rows
 from outlive import outlive_rows
 from protection import protection_rows
@@ -72,6 +73,7 @@ SPECIAL = (
     "env",
     "first-reads",
     "memory",
+    "objects",
     "operations",
     "outlive",
     "start",
@@ -232,6 +234,9 @@ def bench(
             with log.status("memory"):
                 amounts = (1_000_000, 20, 1_000_000) if long else (size.entries, 4, size.entries)
                 rows += endurance_rows(base, *amounts)
+        if "objects" in chosen:
+            with log.status("objects"):
+                rows += object_rows(base, *((64, 500) if quick else (128, 10_000)), rounds)
         if "operations" in chosen:
             with log.status("operations"):
                 rows += operations_rows(base, size.files, rounds)

@@ -27,6 +27,7 @@ from aifs.data.objects.coding import encode_rows
 from aifs.data.objects.columns import Columns, Known, columns_of
 from aifs.data.objects.recovery import Recovery
 from aifs.data.objects.together import Sharing, TogetherReads
+from aifs.data.reading.read_cache import BLOCK, BLOCK_MAX
 from aifs.data.server import DataServer
 from aifs.data.servers import Servers
 from aifs.data.workers import Call, outcomes
@@ -101,6 +102,10 @@ class Reading(NamedTuple):
     fetching: Fetching = Fetching()
 
 
+_OF_BUCKETS = Fetching(BLOCK_MAX, whole_from=BLOCK)
+"""A request there costs more than bytes do."""
+
+
 class ObjectSet:
     """All use of one file's objects by one user goes through one of these at a time. See Bytes.
 
@@ -123,6 +128,8 @@ class ObjectSet:
         """Does no I/O. ``new``: no object of this oid was ever made, which spares asking.
         ``background``: an I/O priority (core.files), for all calls, in workers."""
         unread, on_damage, digests, verify, shared, near, fetching = reading
+        if ino and not layout.is_protected and not servers.append(layout.servers):
+            fetching = _OF_BUCKETS
         self._servers = servers
         self._layout = layout
         self._key = (ino, oid)
