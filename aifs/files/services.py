@@ -37,10 +37,10 @@ class ServeOptions:
 
     def access_due_ns(self, inode: Inode) -> int:
         """From when an open for reading is an access, once a day; 0: each time."""
+        if self.read_only or self.atime == "noatime":
+            return _NEVER_NS
         if self.atime == "strictatime":
             return 0
-        if self.atime == "noatime":
-            return _NEVER_NS
         if inode.atime_ns <= max(inode.mtime_ns, inode.ctime_ns):
             return 1
         return max(1, inode.atime_ns + _ATIME_INTERVAL_NS)

@@ -27,6 +27,7 @@ from aifs.core.log import dump_stacks, dump_threads_at
 from aifs.core.tasks import first_error
 from aifs.data.marker import NAME as MARKER_NAME
 from aifs.files.rights import sees_all
+from aifs.files.services import ServeOptions
 from aifs.files.types import Caller
 from aifs.fuse import requests
 from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, MissingPart, reply
@@ -125,9 +126,7 @@ async def _serve(
     kernel = KernelCache(None if keeping is None else keeping.kept)
     async with open_filesystem(
         config,
-        options.read_only,
-        mountpoint,
-        options.atime,
+        ServeOptions(mountpoint, options.read_only, options.atime),
         force=force,
         kernel=kernel,
         share=scheduler.share,

@@ -29,9 +29,7 @@ _TELL_S = 1.0
 @asynccontextmanager
 async def open_filesystem(
     config: Config,
-    read_only: bool = False,
-    mountpoint: str = "",
-    atime: str = "relatime",
+    options: ServeOptions | None = None,
     adding: str = "",
     force: bool = False,
     kernel: Kernel | None = None,
@@ -45,17 +43,20 @@ async def open_filesystem(
     ``share``: between background work and requests. ``has_locks``: flock(2) and fcntl(2) locks are
     ours also with one host, for tests. A read-only store is recovered, too, as in ext4.
     """
+    options = options or ServeOptions()
     store = await open_store(
-        config, mountpoint=mountpoint, read_only=read_only, adding=adding, force=force
+        config,
+        mountpoint=options.mountpoint,
+        read_only=options.read_only,
+        adding=adding,
+        force=force,
     )
     closed = False
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_keep_running, store.engine.run)
             nursery.start_soon(_keep_running, store.ownership.run)
-            options = ServeOptions(mountpoint, read_only, "noatime" if read_only else atime)
-            shared = share or LoopShare()
-            fs = Filesystem(store, kernel or Kernel(), options, shared, has_locks)
+            fs = Filesystem(store, kernel or Kernel(), options, share or LoopShare(), has_locks)
             nursery.start_soon(_keep_running, fs.following.run)
             nursery.start_soon(_keep_running, partial(fs.pool.run, store.ownership.over))
             await fs.pool.ready.wait()
@@ -67,14 +68,14 @@ async def open_filesystem(
             await set_clean(store, False)
             error = None
             async with trio.open_nursery() as background:
-                if not read_only:
+                if not options.read_only:
                     background.start_soon(
                         _keep_running, partial(fs.group_life.run, fs.group_publishing.publish)
                     )
                 jobs = fs.jobs()
                 if fs.role.is_shared:
                     background.start_soon(_keep_running, fs.home.run)
-                    if not read_only:
+                    if not options.read_only:
                         background.start_soon(_keep_running, fs.mirror_host.run)
                     background.start_soon(_keep_running, partial(_serve_role, fs))
                 else:

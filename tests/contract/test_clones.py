@@ -27,6 +27,7 @@ from aifs.core.errors import (
 )
 from aifs.data.naming import list_all
 from aifs.data.storage import StoredObject
+from aifs.files.services import ServeOptions
 from aifs.files.types import ROOT as ROOT_USER
 from aifs.meta import keys, shared
 from aifs.meta.kv import ReadTransaction
@@ -515,6 +516,6 @@ async def test_what_cannot_be_is_refused(directory: Path) -> None:
             await fs.clone(ROOT, b"missing", ROOT, b"clone", ROOT_USER)
         with pytest.raises(ReadOnly):
             await fs.clone(ROOT, b"file", (1 << 62) | top, b"clone", ROOT_USER)
-    async with open_filesystem(modes.config_of(directory), read_only=True) as fs:
+    async with open_filesystem(modes.config_of(directory), ServeOptions(read_only=True)) as fs:
         with pytest.raises(ReadOnly):
             await fs.clone(ROOT, b"file", ROOT, b"clone", ROOT_USER)

@@ -21,6 +21,7 @@ from aifs.core.upkeep import NEVER_S
 from aifs.data.naming import list_all
 from aifs.data.storage import StoredObject
 from aifs.files import collector as vfs_collector
+from aifs.files.services import ServeOptions
 from aifs.meta import keys
 from aifs.meta.dooming import Doomed
 from aifs.meta.kv import ReadTransaction
@@ -56,7 +57,7 @@ def source() -> Iterator[Path]:
 
 @asynccontextmanager
 async def opened(source: Path, read_only: bool = False) -> AsyncIterator[Filesystem]:
-    async with open_filesystem(modes.config_of(source), read_only=read_only) as fs:
+    async with open_filesystem(modes.config_of(source), ServeOptions(read_only=read_only)) as fs:
         with trio.fail_after(60):
             yield fs
 

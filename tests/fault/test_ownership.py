@@ -24,6 +24,7 @@ from aifs.core.config import Config
 from aifs.core.errors import StoreBusy, StoreError, Unavailable
 from aifs.data.claim import Claim, put_claim, read_claim
 from aifs.data.directory_storage import DirectoryStorage
+from aifs.files.services import ServeOptions
 from aifs.store import owner, ownership
 from aifs.store.owner import OwnerLock
 from aifs.store.restore import restore
@@ -194,7 +195,7 @@ async def test_a_copy_that_was_mounted_read_only_takes_nothing_over(config: Conf
     await require_sound(config)
     copy = with_copy_of_metadata(config)
     for _ in range(2):
-        async with open_filesystem(copy, read_only=True):
+        async with open_filesystem(copy, ServeOptions(read_only=True)):
             pass
     async with served(config) as fs:
         with pytest.raises(StoreBusy):

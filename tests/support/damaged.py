@@ -18,6 +18,7 @@ from aifs.core.config import Config
 from aifs.data.chunk_codec import digest_of
 from aifs.data.containers.pieces import FileSource
 from aifs.data.naming import object_path
+from aifs.files.services import ServeOptions
 from aifs.files.types import Caller, SetAttr
 from aifs.layout.interleaved import Extent, Interleaved
 from aifs.layout.placement import BURST_FIRST
@@ -70,7 +71,7 @@ class DamagedStore:
 
     def _mount(self, work: Callable[[Filesystem], Any], read_only: bool) -> Any:
         async def run() -> Any:
-            async with open_filesystem(self.config, read_only=read_only) as fs:
+            async with open_filesystem(self.config, ServeOptions(read_only=read_only)) as fs:
                 return await work(fs)
 
         return trio.run(run)

@@ -14,6 +14,7 @@ import trio
 
 from aifs.check.fsck import check
 from aifs.core.config import Config
+from aifs.files.services import ServeOptions
 from aifs.files.types import ROOT
 from aifs.layout.hint import Policy
 from aifs.meta import keys
@@ -31,7 +32,7 @@ LIMIT_S = 60
 async def served(config: Config, read_only: bool = False) -> AsyncIterator[Filesystem]:
     """The filesystem of a store; all is to be over within LIMIT_S."""
     with trio.fail_after(LIMIT_S):
-        async with open_filesystem(config, read_only=read_only) as fs:
+        async with open_filesystem(config, ServeOptions(read_only=read_only)) as fs:
             yield fs
 
 
