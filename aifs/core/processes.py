@@ -1,13 +1,18 @@
 """Facts about processes. Reads /proc."""
 
+import fcntl
 import os
 import signal
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _EXITING = 0x4
 """Of the kernel's flags of a task: it is past its last instruction (PF_EXITING)."""
 _SIGKILL_BIT = 1 << signal.SIGKILL - 1
+
+_DYING_S, _LOOK_S = 10.0, 0.02
 
 
 def process_of(thread: int) -> int:
@@ -31,6 +36,19 @@ def is_dying(pid: int) -> bool:
         return True
     except OSError:
         return False
+
+
+def lock_after_dying(fd: int, is_held: Callable[[], bool]) -> None:
+    """Lock a file (flock), once the dying processes that hold it have ended. Raises OSError if a
+    process that lives holds it (``is_held``), or they take too long."""
+    until_s = time.monotonic() + _DYING_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if is_held() or time.monotonic() > until_s:
+                raise
+            time.sleep(_LOOK_S)
 
 
 def says_dying(stat: bytes, status: bytes) -> bool:

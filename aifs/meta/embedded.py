@@ -13,7 +13,6 @@ system's. What the directory holds:
 Nobody reaches the database but over the network, as ``aifs``, with the password (scram-sha-256).
 """
 
-import fcntl
 import importlib.util
 import os
 import pwd
@@ -30,7 +29,7 @@ from typing import IO, Any
 from aifs.core import files
 from aifs.core.errors import StoreBusy, StoreError
 from aifs.core.libc import PR_SET_PDEATHSIG, library
-from aifs.core.processes import is_dying
+from aifs.core.processes import is_dying, lock_after_dying
 from aifs.core.secret import read_secret
 
 ROLE = "aifs"
@@ -44,7 +43,7 @@ _USERS = ("postgres", "nobody")
 _SYSTEM = ("/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin")
 """Where the packages of Debian, and of PostgreSQL's own for RHEL, put the programs."""
 
-_DYING_S, _LOOK_S = 10.0, 0.02
+_LOOK_S = 0.02
 
 _SETTINGS = """\
 # Written once, when aifs meta serve made this database. Change what you like: it holds from the
@@ -304,19 +303,18 @@ def require_free(address: str, port: int) -> None:
 def _lock(directory: str) -> int:
     """Lock the directory; processes of a killed database end in a moment. Raises StoreBusy."""
     fd = files.open_file(os.path.join(directory, _LOCK), create=True)
-    until_s = time.monotonic() + _DYING_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            pid = files.read_at(fd, 32, 0).strip(b"\0 ").decode("ascii", "replace")
-            if _is_another(pid) or time.monotonic() > until_s:
-                files.close_file(fd)
-                raise StoreBusy(f"{directory}: pid {pid} serves it already") from None
-            time.sleep(_LOOK_S)
-        else:
-            files.write_at(fd, b"%-32d" % os.getpid(), 0)
-            return fd
+    try:
+        lock_after_dying(fd, lambda: _is_another(_holder(fd)))
+    except OSError:
+        busy = StoreBusy(f"{directory}: pid {_holder(fd)} serves it already")
+        files.close_file(fd)
+        raise busy from None
+    files.write_at(fd, b"%-32d" % os.getpid(), 0)
+    return fd
+
+
+def _holder(fd: int) -> str:
+    return files.read_at(fd, 32, 0).strip(b"\0 ").decode("ascii", "replace")
 
 
 def _is_another(pid: str) -> bool:

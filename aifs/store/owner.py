@@ -7,26 +7,22 @@ Format, 4096 bytes, overwritten in place, also on a full disk. A JSON object wit
 A torn write leaves an epoch that is not smaller.
 """
 
-import fcntl
 import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from aifs.core import files
 from aifs.core.connections import open_paths
 from aifs.core.errors import StoreBusy, from_oserror
-from aifs.core.processes import is_dying
+from aifs.core.processes import is_dying, lock_after_dying
 
 NAME = "owner"
 
 _RECORD_BYTES = 3584
 _LAST_BYTES = 512
-
-_DYING_S, _LOOK_S = 10.0, 0.02
 
 IN_ORDER, NOT_IN_ORDER = "in order", "not in order"
 
@@ -52,7 +48,8 @@ class OwnerLock:
         self.fd = files.open_file(os.path.join(meta_directory, NAME), create=True)
         """Its lock is held as long as any process lives that has it from us."""
         try:
-            _lock(self.fd, meta_directory)
+            # Waits also for a holder without record, which just began or ends.
+            lock_after_dying(self.fd, lambda: _is_alive(read_owner(meta_directory)))
         except OSError:
             files.close_file(self.fd)
             raise StoreBusy(_describe(meta_directory)) from None
@@ -113,25 +110,9 @@ class OwnerLock:
         files.close_file(self.fd)
 
 
-def _lock(fd: int, meta_directory: str) -> None:
-    """Waits for a dying owner's processes, and for a holder without record, which just began or
-    ends. Raises OSError."""
-    until_s = time.monotonic() + _DYING_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = read_owner(meta_directory)
-            if (owner is not None and not _is_dying(owner)) or time.monotonic() > until_s:
-                raise
-            time.sleep(_LOOK_S)
-        else:
-            return
-
-
-def _is_dying(owner: Owner) -> bool:
-    """It was killed; its threads, or children, may hold the lock."""
-    return owner.host == socket.gethostname() and is_dying(owner.pid)
+def _is_alive(owner: Owner | None) -> bool:
+    """If it was killed, its threads, or children, may still hold the lock."""
+    return owner is not None and (owner.host != socket.gethostname() or not is_dying(owner.pid))
 
 
 def read_owner(meta_directory: str) -> Owner | None:
