@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from report import Row, rate
+from report import Row, at_least
 from systems import Aifs, System
 
 FILES = 4
@@ -49,18 +49,18 @@ def movement_rows(base: Path, mib: int, rounds: int) -> list[Row]:
             _one_round(plain, aifs, mib, note)
     middle = {name: statistics.median(values) for name, values in found.items()}
     return [
-        _row(
+        at_least(
             "drain, with checksums", "cp + fsync", middle["cp-sync"], middle["drain"], DRAIN_TARGET
         ),
-        _row(
+        at_least(
             "write while draining",
             "write alone",
             middle["alone"],
             middle["meanwhile"],
             MEANWHILE_TARGET,
         ),
-        _row("stage", "cp", middle["cp"], middle["stage"], STAGE_TARGET),
-        _row(
+        at_least("stage", "cp", middle["cp"], middle["stage"], STAGE_TARGET),
+        at_least(
             "first read of a striped file",
             "plain",
             middle["plain-read"],
@@ -78,20 +78,6 @@ def movement_rows(base: Path, mib: int, rounds: int) -> list[Row]:
             middle["cpu"] < CPU_TARGET,
         ),
     ]
-
-
-def _row(work: str, against: str, baseline: float, reached: float, target: float) -> Row:
-    ratio = reached / baseline
-    return Row(
-        work,
-        f"{against} {rate(baseline, 'MiB/s')}",
-        None,
-        ratio,
-        None,
-        rate(reached, "MiB/s"),
-        f">= {target}",
-        ratio >= target,
-    )
 
 
 def _one_round(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from movement import PatientAifs
-from report import Row, rate
+from report import Row, at_least
 from systems import HERE, REPOSITORY, drop_caches
 
 SERVERS = 6
@@ -122,7 +122,7 @@ def protection_rows(base: Path, mib: int, rounds: int) -> list[Row]:
             _read_slow(slow, mib, hedge, note)
     middle = {name: statistics.median(values) for name, values in found.items()}
     drains = [
-        _row(
+        at_least(
             f"drain {layout}, bytes on servers",
             "without",
             middle["plain"],
@@ -135,15 +135,15 @@ def protection_rows(base: Path, mib: int, rounds: int) -> list[Row]:
     times = {name: value * 1000 for name, value in middle.items()}
     return [
         *drains,
-        _row(
+        at_least(
             "read ec=4+2, a server lost",
             "none lost",
             middle["healthy"],
             middle["degraded"],
             DEGRADED_TARGET,
         ),
-        _row("scrub", "reading the objects", middle["objects"], middle["scrub"], SCRUB_TARGET),
-        _row(
+        at_least("scrub", "reading the objects", middle["objects"], middle["scrub"], SCRUB_TARGET),
+        at_least(
             "rebuild of a lost server",
             "cp + fsync",
             middle["cp"],
@@ -161,20 +161,6 @@ def protection_rows(base: Path, mib: int, rounds: int) -> list[Row]:
             middle["p99-slow-auto"] < HEDGED_TARGET * middle["p99-auto"],
         ),
     ]
-
-
-def _row(work: str, against: str, baseline: float, reached: float, target: float) -> Row:
-    ratio = reached / baseline
-    return Row(
-        work,
-        f"{against} {rate(baseline, 'MiB/s')}",
-        None,
-        ratio,
-        None,
-        rate(reached, "MiB/s"),
-        f">= {target}",
-        ratio >= target,
-    )
 
 
 def _drain(aifs: ServersAifs, policy: str, layout: str, mib: int, note: Note) -> None:

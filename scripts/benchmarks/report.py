@@ -87,3 +87,18 @@ def at_most(work: str, value: float, most: float, told: str = "") -> Row:
 def told(work: str, text: str) -> Row:
     """What explains other rows."""
     return Row(work, "", None, None, None, text, "", True)
+
+
+def at_least(work: str, against: str, baseline: float, reached: float, target: float) -> Row:
+    """How many times the baseline's rate was reached: ``target`` is the least."""
+    ratio = reached / baseline
+    return Row(
+        work,
+        f"{against} {rate(baseline, 'MiB/s')}",
+        None,
+        ratio,
+        None,
+        rate(reached, "MiB/s"),
+        f">= {target}",
+        ratio >= target,
+    )

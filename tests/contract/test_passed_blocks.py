@@ -24,7 +24,7 @@ from aifs.vfs import Caller
 from tests.support import modes
 from tests.support.data_servers import failing
 from tests.support.hanging import hanging, until
-from tests.support.kernel import Kernel
+from tests.support.kernel import Kernel, all_of
 from tests.support.stores import ROOT as AS_ROOT
 from tests.support.stores import drained, opened, put
 
@@ -54,10 +54,6 @@ async def mounted(directory: Path, settings: dict[str, str] | None = None) -> As
         async with Kernel(fs) as kernel:
             await kernel.tier.look()
             yield kernel
-
-
-async def all_of(kernel: Kernel, handle: int) -> bytes:
-    return bytes(await kernel.read(handle, 0, 1 << 20))
 
 
 async def passed(kernel: Kernel, handle: int, expected: bytes) -> bool:

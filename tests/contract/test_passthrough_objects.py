@@ -17,7 +17,7 @@ from aifs.files.types import SetAttr
 from aifs.vfs import Caller
 from tests.support import modes
 from tests.support.data_servers import hooked
-from tests.support.kernel import Kernel
+from tests.support.kernel import Kernel, all_of
 from tests.support.stores import opened
 
 ROOT, ME = 1, Caller()
@@ -48,10 +48,6 @@ async def make(kernel: Kernel, name: bytes = b"f", content: bytes = CONTENT) -> 
         await trio.sleep(0.001)
     kernel.direct_bytes = 0
     return inode.ino
-
-
-async def all_of(kernel: Kernel, handle: int) -> bytes:
-    return bytes(await kernel.read(handle, 0, 1 << 20))
 
 
 def is_on_object(kernel: Kernel, ino: int) -> bool:

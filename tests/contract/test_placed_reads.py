@@ -22,7 +22,7 @@ from aifs.meta.publishing import Publication
 from aifs.vfs import Caller
 from tests.support import modes
 from tests.support.data_servers import open_below
-from tests.support.kernel import Kernel
+from tests.support.kernel import Kernel, all_of
 from tests.support.stores import drained, opened
 
 ROOT, ME = 1, Caller()
@@ -60,10 +60,6 @@ async def make(kernel: Kernel, name: bytes = b"f", content: bytes = CONTENT) -> 
     while not await kernel.evictor.evict(inode.ino):  # the drain closes it after it has told
         await trio.sleep(0.001)
     return inode.ino
-
-
-async def all_of(kernel: Kernel, handle: int) -> bytes:
-    return bytes(await kernel.read(handle, 0, 1 << 20))
 
 
 async def placed(kernel: Kernel, handle: int, expected: bytes) -> bool:

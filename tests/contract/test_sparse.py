@@ -31,6 +31,7 @@ from tests.support.stores import (
     overwrite,
     put,
     require_sound,
+    whole,
     write_file,
 )
 from tests.support.stores import fs as fs
@@ -227,14 +228,6 @@ async def test_a_protected_one_is_made_whole_and_written_in_place_it_is_protecte
         if not (inode := await fs.getattr(ino)).in_burst:
             assert inode.layout.is_protected
         await require_spots(fs, ino, spots)
-
-
-async def whole(fs: Filesystem) -> None:
-    """Wait until nothing is due."""
-    fs.rebuild.look()
-    while not fs.rebuild.idle:
-        await fs.rebuild.news()
-    assert fs.rebuild.status()["failing_objects"] == 0
 
 
 @pytest.mark.sweep

@@ -20,6 +20,7 @@ from aifs.meta.records import APPEND_ONLY, Inode
 from aifs.vfs import Filesystem
 from tests.support import modes, stores
 from tests.support.data_servers import hooked
+from tests.support.stores import is_marked
 
 ROOT, SIZE, MANY = 1, 20_000, 40
 
@@ -62,10 +63,6 @@ def counted() -> Iterator[Counter[str]]:
 
     with hooked(note):
         yield syncs
-
-
-async def is_marked(fs: Filesystem, ino: int) -> bool:
-    return await fs.store.engine.view(lambda tx: tx.get(keys.dirty(ino)) is not None)
 
 
 async def test_a_file_that_was_just_written_waits_for_its_copy(fs: Filesystem) -> None:

@@ -26,15 +26,11 @@ from tests.support import modes
 from tests.support.data_servers import failing, hooked
 from tests.support.kernel import Kernel
 from tests.support.powercut import PowerCut, make_copies_one_disk
-from tests.support.stores import drained, overwrite, read_file
+from tests.support.stores import drained, is_marked, overwrite, read_file
 from tests.support.stores import fs as fs
 from tests.support.stores import opened as mounted
 
 WAITING = modes.WAITING | {"data.writeback_interval": "1h", "meta.commit_interval": "1h"}
-
-
-async def is_marked(fs: Filesystem, ino: int) -> bool:
-    return await fs.store.engine.view(lambda tx: tx.get(keys.dirty(ino)) is not None)
 
 
 @pytest.mark.store(WAITING)

@@ -26,7 +26,7 @@ from tests.support import modes, stores
 from tests.support.data_servers import failing, hooked
 from tests.support.points import armed, crash
 from tests.support.spoil import flip
-from tests.support.stores import moved_out, numbers, opened, overwrite, read_file, write_file
+from tests.support.stores import moved_out, numbers, opened, overwrite, read_file, whole, write_file
 
 SIZE = 40 * 4096 + 17
 SETTINGS = modes.STRIPED | {
@@ -76,14 +76,6 @@ class Files:
         inode = await fs.getattr(self.inos[0])
         server = fs.store.servers[inode.layout.servers[column]]
         return Path(server.where((inode.named, inode.oid)))
-
-
-async def whole(fs: Filesystem) -> None:
-    """Wait until nothing is due."""
-    fs.rebuild.look()
-    while not fs.rebuild.idle:
-        await fs.rebuild.news()
-    assert fs.rebuild.status()["failing_objects"] == 0
 
 
 async def checked(directory: Path, deep: bool = False) -> list[Finding]:

@@ -14,10 +14,10 @@ import trio.testing
 
 from aifs.core.errors import NoSpace
 from aifs.core.upkeep import Work
-from aifs.meta import keys
 from aifs.vfs import Caller, Filesystem, SetAttr
 from tests.support import stores
 from tests.support.data_servers import failing, hooked
+from tests.support.stores import is_marked
 
 ROOT, ME, UNIT = 1, Caller(), 4096
 SETTINGS = {
@@ -77,10 +77,6 @@ def holding(op: str, wanted: Callable[[str], bool]) -> Iterator[Held]:
 
 def is_object(path: str) -> bool:
     return "/objects/" in path
-
-
-async def is_marked(fs: Filesystem, ino: int) -> bool:
-    return await fs.store.engine.view(lambda tx: tx.get(keys.dirty(ino)) is not None)
 
 
 async def make(fs: Filesystem, name: bytes, size: int) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from tests.support.churn import MODES, SETTINGS, WEIGHTS, Churn, read_tree
 from tests.support.kernel import Kernel
 from tests.support.ledger import Found, Ledger
 from tests.support.modes import config_of, make_store
-from tests.support.powercut import PowerCut, make_sizes_small
+from tests.support.powercut import PowerCut, is_crash, make_sizes_small
 
 ELSEWHERE = (
     "vfs.server.",
@@ -123,12 +123,6 @@ def store(scratch: Path, request: pytest.FixtureRequest) -> Path:
     """The directory of an empty store of the test's ``mode``."""
     make_store(scratch / "0", SETTINGS | MODES[request.getfixturevalue("mode")])
     return scratch / "0"
-
-
-def is_crash(error: BaseException) -> bool:
-    """Whether a simulated crash is in ``error``."""
-    parts = getattr(error, "exceptions", ())  # of a group
-    return isinstance(error, faults.SimulatedCrash) or any(is_crash(part) for part in parts)
 
 
 # --- a crash, and what is found after it ---
@@ -220,17 +214,12 @@ def cut_power(directory: Path, copy: Path, point: str, ledger: Ledger, rng: rand
     """Work until the power fails at ``point``; what may be left of the store is in ``copy``
     then."""
     with PowerCut(directory) as cut:
-
-        def stop_if_crashed() -> None:
-            if cut.crashed:
-                raise faults.SimulatedCrash("in the background")
-
         work = Lives(directory, ledger, rng)
         try:
             cut.crash_at(point, rng.choice((1, rng.randint(1, 8), rng.randint(1, 60))))
-            trio.run(work.run, 3, stop_if_crashed)
+            trio.run(work.run, 3, cut.stop_if_crashed)
             cut.crash_at(point)
-            trio.run(work.run, MOUNTS, stop_if_crashed)
+            trio.run(work.run, MOUNTS, cut.stop_if_crashed)
         except BaseException as error:
             if not (cut.crashed and is_crash(error)):
                 raise

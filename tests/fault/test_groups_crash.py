@@ -172,12 +172,7 @@ def crash(directory: Path, mode: str, point: str | None, rng: random.Random) -> 
     make_store(store, SETTINGS | MODES[mode])
     killed = rng.random() < 0.4  # the daemon alone: all that it has written is there
     with Cut(store, killed) as cut:
-
-        def stop() -> None:
-            if cut.crashed:
-                raise faults.SimulatedCrash("in the background")
-
-        job = Job(store, rng, stop)
+        job = Job(store, rng, cut.stop_if_crashed)
         try:
             if point is None:
                 cut.changes_left = rng.randint(1, 600)

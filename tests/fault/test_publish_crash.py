@@ -210,13 +210,9 @@ def look(directory: Path) -> State:
 def stop(cut: Cut, saver: Saver, arm: Callable[[], None], saves: int) -> None:
     """Save until the end comes as armed, or all is saved."""
 
-    def stop_if_crashed() -> None:
-        if cut.crashed:
-            raise faults.SimulatedCrash("in the background")
-
     try:
         arm()
-        trio.run(saver.run, saves, stop_if_crashed)
+        trio.run(saver.run, saves, cut.stop_if_crashed)
     except BaseException as error:
         if not (cut.crashed and is_crash(error)):
             raise

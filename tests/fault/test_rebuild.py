@@ -28,7 +28,15 @@ from tests.support import modes, stores
 from tests.support.data_servers import failing
 from tests.support.points import crash
 from tests.support.spoil import flip
-from tests.support.stores import drained, moved_out, numbers, read_file, require_sound, served
+from tests.support.stores import (
+    drained,
+    moved_out,
+    numbers,
+    read_file,
+    require_sound,
+    served,
+    whole,
+)
 from tests.support.stores import fs as fs
 
 SERVERS = 7
@@ -88,14 +96,6 @@ class Files:
     async def layouts(self, fs: Filesystem) -> dict[int, Striped]:
         inodes = [await fs.getattr(ino) for ino in self.contents]
         return {inode.ino: inode.layout for inode in inodes if isinstance(inode.layout, Striped)}
-
-
-async def whole(fs: Filesystem) -> None:
-    """Wait until nothing is due."""
-    fs.rebuild.look()
-    while not fs.rebuild.idle:
-        await fs.rebuild.news()
-    assert fs.rebuild.status()["failing_objects"] == 0
 
 
 async def left(fs: Filesystem, number: int) -> None:

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.support import postgres
+from tests.support import caches, postgres
 from tests.support.hosts import Both, Cluster, many_hosts, until
 from tests.support.mounts import Mounted, mounted_store
 
@@ -171,3 +171,18 @@ def file(here: Path) -> Path:
     path.write_bytes(b"content")
     path.chmod(0o644)
     return path
+
+
+@pytest.fixture
+def names_stay_cached() -> Iterator[None]:
+    """For what counts requests: they come again if another test drops the kernel's caches."""
+    with caches.kept():
+        yield
+
+
+@pytest.fixture
+def reference(scratch: Path) -> Path:
+    """A directory of the local filesystem that temporary files are on."""
+    directory = scratch / "reference"
+    directory.mkdir()
+    return directory

@@ -21,23 +21,18 @@ import pytest
 
 from aifs.core import ioctl
 from aifs.fuse import extension
-from tests.support import caches
 from tests.support.mounts import Mounted, mounted_store
 
 LOOKUP, READLINK, READ, WRITE, FLUSH, OPENDIR = "1", "5", "15", "16", "25", "27"
 CREATE, INTERRUPT, IOCTL, READDIRPLUS = "35", "36", "39", "44"
 
-pytestmark = pytest.mark.skipif(extension is None, reason="the bridge has not been built")
+pytestmark = [
+    pytest.mark.skipif(extension is None, reason="the bridge has not been built"),
+    pytest.mark.usefixtures("names_stay_cached"),
+]
 
 CAPABILITY = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)
 """cap_net_bind_service, permitted and effective, as setcap(8) stores it."""
-
-
-@pytest.fixture(autouse=True)
-def names_stay_cached() -> Iterator[None]:
-    """What is counted here is asked for again if another test drops the kernel's caches."""
-    with caches.kept():
-        yield
 
 
 @pytest.fixture(scope="module")

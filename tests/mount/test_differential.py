@@ -19,14 +19,6 @@ LENGTH = 1000
 MountStore = Callable[..., Mounted]
 
 
-@pytest.fixture
-def reference(scratch: Path) -> Path:
-    """A directory of the local filesystem that temporary files are on."""
-    directory = scratch / "reference"
-    directory.mkdir()
-    return directory
-
-
 _TINY = (
     "burst.capacity=256KiB",
     "burst.high_water=0.5",

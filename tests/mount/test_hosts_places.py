@@ -3,7 +3,6 @@ changes the files."""
 
 import json
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from aifs.fuse import extension
-from tests.support import caches
 from tests.support.hosts import Both, Cluster, Host, until
 from tests.support.mounts import call
 
@@ -20,13 +18,10 @@ SMALL, COUNT = 20_000, 64
 LARGE = 1_000_001
 ROUNDS = 30
 
-pytestmark = pytest.mark.skipif(extension is None, reason="the bridge has not been built")
-
-
-@pytest.fixture(autouse=True)
-def names_stay_cached() -> Iterator[None]:
-    with caches.kept():
-        yield
+pytestmark = [
+    pytest.mark.skipif(extension is None, reason="the bridge has not been built"),
+    pytest.mark.usefixtures("names_stay_cached"),
+]
 
 
 def status(host: Host) -> dict:

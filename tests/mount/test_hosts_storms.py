@@ -67,14 +67,6 @@ def relay(relayed: tuple[Cluster, Meddler]) -> Iterator[Meddler]:
     relay.meddle, relay.delay_s = meddle, delay_s
 
 
-@pytest.fixture
-def reference(scratch: Path) -> Path:
-    """A directory of the local filesystem that temporary files are on."""
-    directory = scratch / "reference"
-    directory.mkdir()
-    return directory
-
-
 # --- random system calls ---
 
 SHAPES = {

@@ -16,21 +16,16 @@ import pytest
 
 from aifs.core import ioctl
 from aifs.fuse import extension
-from tests.support import caches
 from tests.support.mounts import Mounted, call, mounted_store
 from tests.support.users import in_process
 
 OPEN, READ, RELEASE = "14", "15", "18"
 CONTENT = os.urandom(100_000)
 
-pytestmark = pytest.mark.skipif(extension is None, reason="the bridge has not been built")
-
-
-@pytest.fixture(autouse=True)
-def names_stay_cached() -> Iterator[None]:
-    """What is counted here is asked for again if another test drops the kernel's caches."""
-    with caches.kept():
-        yield
+pytestmark = [
+    pytest.mark.skipif(extension is None, reason="the bridge has not been built"),
+    pytest.mark.usefixtures("names_stay_cached"),
+]
 
 
 @pytest.fixture(scope="module")

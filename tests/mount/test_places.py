@@ -16,7 +16,6 @@ import pytest
 
 from aifs.core.config import DIRECTORY_FILE
 from aifs.fuse import extension
-from tests.support import caches
 from tests.support.mounts import Mounted, call, mounted_store
 
 LOOKUP, OPEN, READ, RELEASE = "1", "14", "15", "18"
@@ -25,13 +24,10 @@ CONTENT = os.urandom(SIZE)
 SMALL, COUNT = 20_000, 200
 OPTIONS = ("layout.inline_limit=0", "burst.stage_for_write=0", "burst.drain_delay=1h")
 
-pytestmark = pytest.mark.skipif(extension is None, reason="the bridge has not been built")
-
-
-@pytest.fixture(autouse=True)
-def names_stay_cached() -> Iterator[None]:
-    with caches.kept():
-        yield
+pytestmark = [
+    pytest.mark.skipif(extension is None, reason="the bridge has not been built"),
+    pytest.mark.usefixtures("names_stay_cached"),
+]
 
 
 @pytest.fixture(scope="module")

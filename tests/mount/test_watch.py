@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.browser import NEEDED, browse
 from tests.support.mounts import Mounted
+from tests.support.postgres import free_port
 
 MAX_BYTES = 60 << 10
 PICTURE = os.environ.get("AIFS_PICTURE_OF_PAGE")
@@ -113,11 +114,6 @@ def picture(address: str, scratch: Path) -> Path:
     options = (f"virtual-time-budget={ASKED_MS}", "window-size=1280,1500", f"screenshot={file}")
     browse(address, scratch, *options)
     return Path(file)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 @contextmanager

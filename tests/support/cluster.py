@@ -20,12 +20,13 @@ from aifs.core.upkeep import Role
 from aifs.layout.placement import BURST_FIRST
 from aifs.meta.kv import ReadTransaction, Result, Transaction
 from aifs.meta.lmdb_engine import LmdbEngine
-from aifs.meta.memtable import LeveledTransaction, LeveledView, Writes
+from aifs.meta.memtable import LeveledTransaction, LeveledView
 from aifs.meta.servers import ServerRecord, get_server, put_server
 from aifs.peers.transport import Answer, FilePart, Peer
 from aifs.store import directories, ownership, store
 from aifs.vfs import Filesystem, lifecycle, open_filesystem
 from tests.support import modes, stores
+from tests.support.engines import put_all
 
 
 class _Transaction(LeveledTransaction):
@@ -52,7 +53,7 @@ class Replica(LmdbEngine):
         result = function(attempt, *args)
         if attempt.writes:
             for engine in self.cluster.engines:
-                await LmdbEngine.transact(engine, _put_all, attempt.writes)
+                await LmdbEngine.transact(engine, put_all, attempt.writes)
             for engine in self.cluster.engines:
                 if engine is not self:
                     for follower in engine.followers:
@@ -63,14 +64,6 @@ class Replica(LmdbEngine):
 
     def follow(self, follower: Callable[[Mapping[bytes, bytes | None]], None]) -> None:
         self.followers.append(follower)
-
-
-def _put_all(tx: Transaction, writes: Writes) -> None:
-    for key, value in writes.items():
-        if value is None:
-            tx.delete(key)
-        else:
-            tx.put(key, value)
 
 
 class Calls:
@@ -236,7 +229,7 @@ class Cluster:
             return
         engine = LmdbEngine(self.config(name).meta.directory)
         old, new = [dict(await e.view(_read_all)) for e in (engine, self.engines[0])]
-        await engine.transact(_put_all, dict.fromkeys(old) | new)
+        await engine.transact(put_all, dict.fromkeys(old) | new)
         engine.close()
 
     def tell(self) -> None:

@@ -26,7 +26,7 @@ from aifs.core.errors import NoSpace, Unavailable
 from aifs.meta import keys
 from aifs.meta.kv import DamagedRecord, Result, Transaction, grows
 from aifs.meta.lmdb_engine import LmdbEngine
-from aifs.meta.memtable import LeveledTransaction, LeveledView, Run
+from aifs.meta.memtable import LeveledTransaction, LeveledView, Run, Writes
 from aifs.meta.recording import Recording
 from aifs.meta.records import MTIME_AT, decode_inode
 
@@ -252,3 +252,12 @@ ENGINES: dict[str, type[LmdbEngine]] = {
     "repeating": Repeating,
     "conflicting": Conflicting,
 }
+
+
+def put_all(tx: Transaction, writes: Writes) -> None:
+    """For transact: all the writes; of None the record goes."""
+    for key, value in writes.items():
+        if value is None:
+            tx.delete(key)
+        else:
+            tx.put(key, value)

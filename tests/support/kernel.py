@@ -359,3 +359,8 @@ def _attempt(function: Any, *args: Any) -> Any:
         if kind is None:
             raise
         raise kind(str(error)) from None
+
+
+async def all_of(kernel: Kernel, handle: int) -> bytes:
+    """The bytes of a small file, as one read gives them."""
+    return bytes(await kernel.read(handle, 0, 1 << 20))

@@ -15,7 +15,8 @@ from aifs.core.errors import Unavailable
 from aifs.core.tasks import first_error
 from aifs.files.lock_table import Lock
 from aifs.files.locks import Locks
-from aifs.meta.kv import ReadTransaction, Transaction
+from aifs.meta.kv import ReadTransaction
+from tests.support.engines import put_all
 from tests.support.memory_engine import MemoryEngine
 
 LEASE_S = 10.0
@@ -174,7 +175,7 @@ class SimulatedHost:
 
     async def _catch_up(self) -> None:
         for writes in self._cluster.feed[self._cursor :]:
-            await self._replica.transact(_put, writes)
+            await self._replica.transact(put_all, writes)
         self._cursor = len(self._cluster.feed)
 
     async def _follow(self) -> None:
@@ -264,11 +265,3 @@ class Judge:
 
 def _all(tx: ReadTransaction) -> dict[bytes, bytes]:
     return dict(tx.range(b"L", b"M"))
-
-
-def _put(tx: Transaction, writes: Writes) -> None:
-    for key, value in writes.items():
-        if value is None:
-            tx.delete(key)
-        else:
-            tx.put(key, value)

@@ -18,6 +18,7 @@ from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.memtable import LeveledTransaction, LeveledView
 from aifs.meta.records import Inode
 from aifs.vfs import Filesystem, xattrs
+from tests.support.engines import put_all
 
 
 class _View(LeveledView):
@@ -109,14 +110,6 @@ class SharedEngine(LmdbEngine):
         self._gate = None
 
 
-def _put_all(tx: Transaction, writes: dict[bytes, bytes | None]) -> None:
-    for key, value in writes.items():
-        if value is None:
-            tx.delete(key)
-        else:
-            tx.put(key, value)
-
-
 class OtherHost:
     """What the other host of ``fs`` does. Each method returns when that is shown here."""
 
@@ -133,7 +126,7 @@ class OtherHost:
 
     async def put(self, key: bytes, record: bytes | None) -> None:
         """A record is this; None: it is erased."""
-        await self.run(_put_all, {key: record})
+        await self.run(put_all, {key: record})
 
     async def make(
         self,

@@ -161,6 +161,11 @@ class PowerCut:
         files.set_hook(None)
         faults.disarm_all()
 
+    def stop_if_crashed(self) -> None:
+        """For a program to call between its steps. Raises SimulatedCrash."""
+        if self.crashed:
+            raise faults.SimulatedCrash("in the background")
+
     def crash_at(self, point: str, occurrence: int = 1) -> None:
         """Raise SimulatedCrash when ``point`` is reached for the ``occurrence``-th time from
         now."""

@@ -189,3 +189,16 @@ async def put(
     """Give a hint; what is no text is given as JSON."""
     text = value if isinstance(value, str) else json.dumps(value)
     await fs.setxattr(ino, f"user.aifs.{name}".encode(), text.encode(), caller=caller)
+
+
+async def whole(fs: Filesystem) -> None:
+    """Wait until nothing is due."""
+    fs.rebuild.look()
+    while not fs.rebuild.idle:
+        await fs.rebuild.news()
+    assert fs.rebuild.status()["failing_objects"] == 0
+
+
+async def is_marked(fs: Filesystem, ino: int) -> bool:
+    """Whether the file waits to be drained."""
+    return await fs.store.engine.view(lambda tx: tx.get(keys.dirty(ino)) is not None)

@@ -22,6 +22,7 @@ from aifs.core.errors import AccessDenied
 from aifs.core.kinds import split_endpoint
 from aifs.watch import figures, server
 from aifs.watch.server import WatchServer
+from tests.support.postgres import free_port
 
 SECRET = "the text of it"
 NOBODY = 65534
@@ -140,11 +141,6 @@ def test_prometheus_takes_the_alerts_and_the_text() -> None:
     text = figures.expose(status())
     done = subprocess.run(lint, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 @asynccontextmanager
