@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from aifs.fuse.options import MountOptions
 
 _logger = logging.getLogger(__name__)
-
-_WITHOUT_PLUGINS = "PYDANTIC_DISABLE_PLUGINS", "__all__"
-"""A search of all installed packages for plugins would be 5 % of a start."""
 
 
 @command(
@@ -153,13 +150,11 @@ def mount_command(
     configuration key log.file names; SIGTERM and SIGINT unmount it cleanly, SIGUSR1 writes the
     stacks of all its threads and tasks to the log.
     """
-    os.environ.setdefault(*_WITHOUT_PLUGINS)
+    mount_options, overrides = _parse(options, sloppy)
     from aifs.cli.umount import register
     from aifs.core import config
-    from aifs.fuse.options import parse
     from aifs.store.store import find_metadata
 
-    mount_options, overrides = parse(options, config.known_keys(), os.geteuid() == 0, sloppy)
     if mount_options.remount:
         if overrides:
             _require_in_force(mountpoint, source, overrides)
@@ -215,11 +210,9 @@ def go_on_command(
 ) -> None:
     """Go on with the mount of a daemon that dies, when the keeper says so: it starts this command.
     Without descriptors: check that this version could."""
-    os.environ.setdefault(*_WITHOUT_PLUGINS)
+    mount_options, overrides = _parse(options, sloppy)
     from aifs.core import config
-    from aifs.fuse.options import parse
 
-    mount_options, overrides = parse(options, config.known_keys(), os.geteuid() == 0, sloppy)
     loaded = config.load(source, overrides)
     log.setup(None if foreground else loaded.log.file, loaded.log.level)
     os.umask(0o022)
@@ -271,6 +264,16 @@ def _bind(
             binds.bind(directory, mountpoint, [it for it in wanted if it in binds.OPTIONS])
     finally:
         os.close(directory)
+
+
+def _parse(options: Sequence[str], sloppy: bool) -> tuple["MountOptions", dict[str, str]]:
+    """Options of a mount, and configuration keys among them. Called before the configuration is
+    imported: a search of all installed packages for plugins would be 5 % of a start."""
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    from aifs.core import config
+    from aifs.fuse.options import parse
+
+    return parse(options, config.known_keys(), os.geteuid() == 0, sloppy)
 
 
 def _require_in_force(mountpoint: str, source: str, overrides: dict[str, str]) -> None:
