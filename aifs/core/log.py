@@ -102,14 +102,17 @@ def _thread_lines() -> Iterator[str]:
         yield from _frame_lines(list(traceback.walk_stack(frame))[::-1], "  ")
 
 
-def running_tasks() -> "Iterator[tuple[trio.lowlevel.Task, int]]":
-    """The tasks of this thread's scheduler, if any, with their depth; parents first."""
+def running_tasks(
+    root: "trio.lowlevel.Task | None" = None,
+) -> "Iterator[tuple[trio.lowlevel.Task, int]]":
+    """The tasks of a scheduler by its root, without one those of this thread's, if any, with their
+    depth; parents first."""
     if "trio" not in sys.modules:
         return
     import trio
 
     try:
-        root = trio.lowlevel.current_root_task()
+        root = root or trio.lowlevel.current_root_task()
     except RuntimeError:  # this thread does not run trio
         return
     tasks = [(root, 0)] if root else []

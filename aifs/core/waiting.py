@@ -182,10 +182,13 @@ class waits_for:  # noqa: N801 (it is read as a statement)
             self._activity.leave(self)
 
 
-def under_way() -> Iterator[tuple[Activity, list[trio.lowlevel.Task]]]:
-    """All activities that are not over, with their tasks, from the scheduler. Some 2 us a task."""
+def under_way(
+    root: trio.lowlevel.Task | None = None,
+) -> Iterator[tuple[Activity, list[trio.lowlevel.Task]]]:
+    """All activities that are not over, with their tasks, from the scheduler (``running_tasks``).
+    Some 2 us a task."""
     found: dict[Activity, list[trio.lowlevel.Task]] = {}
-    for task, _ in running_tasks():
+    for task, _ in running_tasks(root):
         activity = task.context.get(_current)
         if activity is not None and activity.args is not None:
             found.setdefault(activity, []).append(task)

@@ -7,9 +7,11 @@ their own requests, and drains of readable files; root and the daemon's user see
 
 import json
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import trio
@@ -143,6 +145,34 @@ def _fitting(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             break
         found.append(one)
     return found
+
+
+def tell_if_stuck(root: trio.lowlevel.Task, alive_s: Callable[[], float], after_s: float) -> None:
+    """Log all requests that wait, once, when the event loop of this root has not run for so long.
+    ``alive_s()``: when it did last, on the monotonic clock. Never returns: in a thread of its own.
+    """
+    is_said = False
+    while True:
+        time.sleep(_LOOK_S)
+        is_stuck = time.monotonic() - alive_s() > after_s
+        found: list[Activity] = []
+        if is_stuck and not is_said:
+            with suppress(RuntimeError):  # it has just gone on
+                found = [activity for activity, _ in under_way(root)]
+        for activity in found:
+            if about := activity.about:
+                seconds, waits = (time.perf_counter_ns() - activity.began_ns) / 1e9, activity.waits
+                _log.warning(
+                    "the daemon is stuck, and %s of inode %d %s by process %d has waited for %.0f "
+                    "s, for %s",
+                    about.operation,
+                    about.ino,
+                    os.fsdecode(about.name or about.attribute),
+                    about.pid,
+                    seconds,
+                    ", for ".join(waits) or "the daemon itself",
+                )
+        is_said = is_stuck
 
 
 async def watch_slow(engine: Engine, after_s: Callable[[], float]) -> None:

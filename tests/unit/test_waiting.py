@@ -1,6 +1,9 @@
 """What an activity waits for, and how its seconds are divided among the causes."""
 
+import threading
+import time
 from collections.abc import Callable
+from math import inf
 
 import pytest
 import trio
@@ -17,6 +20,7 @@ from aifs.core.waiting import (
     under_way,
     waits_for,
 )
+from aifs.vfs.why import tell_if_stuck
 
 REQUEST = Request("fsync", 7)
 
@@ -124,3 +128,25 @@ async def test_without_an_activity_nothing_is_noted() -> None:
             await trio.sleep(0)
 
     await wait()
+
+
+async def test_a_thread_tells_what_waits_when_the_loop_does_not_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    is_stuck = threading.Event()
+    root = trio.lowlevel.current_root_task()
+    assert root is not None
+
+    def alive_s() -> float:
+        return -inf if is_stuck.is_set() else time.monotonic()
+
+    threading.Thread(target=tell_if_stuck, args=(root, alive_s, 1000.0), daemon=True).start()
+    activity()
+    assert not caplog.records
+    is_stuck.set()
+    while not caplog.records:  # the loop does not run
+        time.sleep(0.01)
+    is_stuck.clear()
+    (record,) = caplog.records
+    assert "fsync of inode 7" in record.message and "the daemon itself" in record.message
+    caplog.clear()
