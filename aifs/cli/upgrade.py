@@ -76,7 +76,7 @@ def _kept(path: str, status: dict[str, Any]) -> dict[str, Any]:
     if not kept:
         raise MountError(
             f"{path}: this mount ends with its daemon (--no-keeper, --foreground, "
-            "kernel.restarts 0, kernel.bridge off, or a store of several hosts)"
+            "kernel.restarts 0, or host.restarts, or kernel.bridge off)"
         )
     return kept
 

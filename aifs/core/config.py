@@ -84,6 +84,7 @@ class HostConfig(_Section):
     listen: Annotated[str, ENDPOINT]
     address: Annotated[str, ENDPOINT_OR_NONE]
     home_wait_s: Annotated[float, duration(0, 3600)] = Field(alias="home_wait")
+    restarts: Annotated[int, integer(0, 1000)]
     bandwidth: Annotated[int, _ANY_SIZE]
 
 

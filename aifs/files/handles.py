@@ -612,6 +612,7 @@ class Handles:
             # Else its last close was being done: the copy is gone, the bytes are in the record.
         opened = FileHandle(file, kept.flags, kept.opens)
         opened.direct = kept.direct
+        opened.shared = self._is_shared and opened.writable
         self._handles[kept.handle] = opened
         file.was_opened = True
         file.handles += kept.opens - 1

@@ -1,6 +1,7 @@
 """The work of this host for others: it reads, gives up or changes files whose newest bytes are
 here, and keeps mirrors of files of others (docs/design/homes.md)."""
 
+import struct
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from aifs.burst.remote import (
 )
 from aifs.burst.tier import BurstTier
 from aifs.core import faults
-from aifs.core.errors import Busy, NoSpace, Stale, Unavailable
+from aifs.core.errors import Busy, FsError, NoSpace, Stale, Unavailable
 from aifs.core.log import logger
 from aifs.core.tasks import run_all
 from aifs.core.upkeep import Role
@@ -47,6 +48,9 @@ _CLOSING_S = 0.1
 """How long a file that is open for writing is waited for: close(2) returns before we hear of it."""
 
 _LOOK_S = 0.002
+
+_NOTE_NAME, _NOTE_KEY, _NOTE = b"join", struct.Struct("=QQ"), struct.Struct("=Q")
+"""Of notes: session and inode number; of its last join."""
 
 _TICK_S = 1.0
 """How often it is looked whether hosts have gone that have joined us."""
@@ -91,6 +95,11 @@ class Home:
         """By session and inode number, what other hosts write to by way of this one."""
         self._joins = 0
         """How often others have joined."""
+        self._kept = services.kernel.kept
+        self._ready = trio.Event()
+        """Set when what another daemon has left is taken up: then others are answered."""
+        if not self._kept.is_taken:
+            self._ready.set()
         peers.serve(READ, self._read)
         peers.serve(GIVE_UP, self._give_up)
         peers.serve(DROP, self._drop)
@@ -106,6 +115,26 @@ class Home:
             live = self._peers.sessions
             for session, ino in [key for key in self._joined if key[0] not in live]:
                 await self._leave(session, ino)
+
+    async def go_on(self) -> None:
+        """Others write on to files by way of this host, which another daemon has let them. The
+        files that programs here have open are in core."""
+        for key, note in list(self._kept.notes.items()):
+            if key.startswith(_NOTE_NAME):
+                session, ino = _NOTE_KEY.unpack(key[len(_NOTE_NAME) :])
+                (number,) = _NOTE.unpack(note)
+                self._joins = max(self._joins, number)
+                try:
+                    await self._join(session, ino, number)
+                except FsError as error:
+                    _log.warning("inode %d: session %d has to join again: %s", ino, session, error)
+        self._ready.set()
+
+    def _note(self, session: int, ino: int, number: int) -> None:
+        """For the next daemon. 0: it has left."""
+        if self._kept.is_on:
+            note = _NOTE.pack(number) if number else b""
+            self._kept.note(_NOTE_NAME + _NOTE_KEY.pack(session, ino), note)
 
     async def _read(self, asker: Peer, arguments: Any, body: Body) -> Answer:
         """Bytes of a burst copy, by [server, id, inode number, offset, length], fewer at its end.
@@ -125,6 +154,7 @@ class Home:
         cannot be given up), and the answer is the number of the asking host as a writer. Raises as
         ``_join``."""
         ino, is_emptied = arguments
+        await self._ready.wait()
         async with self._io.inodes.held(ino):  # or it might be read without our knowing
             return Answer(await self._give_up_held(asker, ino, is_emptied))
 
@@ -156,12 +186,14 @@ class Home:
     async def _drop(self, asker: Peer, ino: Any, body: Body) -> Answer:
         """Drop a clean copy of a file unless programs use it. Whether none is here, on record
         there."""
+        await self._ready.wait()
         dropped = await self._drop_clean(ino)
         await self._engine.shown()
         return Answer(dropped)
 
     async def _show(self, asker: Peer, ino: Any, body: Body) -> Answer:
         """Bring what programs here have written to a file on record there."""
+        await self._ready.wait()
         file = self._io.table.open.get(ino)
         if file is not None and not file.home:
             file.handles += 1
@@ -190,9 +222,10 @@ class Home:
         await self._engine.shown()
         return Answer()
 
-    async def _join(self, session: int, ino: int) -> int:
-        """Count another host among the writers of a file, until it leaves by the returned number,
-        or ends. Raises Stale, once that is on record there, if this host is not its home."""
+    async def _join(self, session: int, ino: int, number: int = 0) -> int:
+        """Count another host among the writers of a file, until it leaves by the returned number
+        (``number`` of an earlier join, if not 0), or ends. Raises Stale, once that is on record
+        there, if this host is not its home."""
         file, is_new = await self._io.inodes.acquire(ino), False
         try:
             await self._io.begin_writing(file)
@@ -202,9 +235,11 @@ class Home:
                 raise Stale(f"inode {ino} has another home")
             is_new = (session, ino) not in self._joined
             file.writers += is_new
-            self._joins += 1
-            self._joined[session, ino] = _Joined(file, self._joins)
-            return self._joins
+            self._joins += not number
+            number = number or self._joins
+            self._joined[session, ino] = _Joined(file, number)
+            self._note(session, ino, number)
+            return number
         finally:
             if not is_new:
                 await self._close(file, True)
@@ -215,6 +250,7 @@ class Home:
             try:
                 await self._io.show(joined.file)
             finally:  # also if nobody waits for it any more, or the file would never be drained
+                self._note(session, ino, 0)
                 joined.file.writers -= 1
                 await self._close(joined.file, True)
 
@@ -224,6 +260,7 @@ class Home:
         errors of the operation."""
         ino, name, *args = arguments
         operation = Operation(name)
+        await self._ready.wait()
         await self._engine.sure()
         joined = self._joined.get((asker.session, ino))
         if operation == Operation.LEAVE:

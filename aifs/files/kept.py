@@ -4,7 +4,7 @@ have open, and the requests that are done though the kernel may not have their a
 Nothing is, unless the edge keeps it (``fuse/kept.py``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -61,13 +61,17 @@ class KeptState:
         """The current request closes a handle, which so many open files will have then: it has been
         done when ``set_opens`` says so, too."""
 
-    def commits(self, seq: int) -> None:
-        """The current request is done if the transaction with this number is in the journal; 0: it
-        is not going to be."""
+    def commits(self, unique: int, number: int) -> None:
+        """The request is done if the metadata have the transaction with this number; 0: it is not
+        going to be."""
 
     def about(self, ino: int) -> None:
         """The current request will be done by the next transaction with ``answers``, and this inode
         is in its answer: ``handle`` of ``repeated``."""
+
+    def appends(self, offset: int) -> None:
+        """The current request appends to a file that ends here: ``handle`` of ``repeated``, whether
+        that is done or not."""
 
     def repeated(self) -> Done | None:
         """The outcome of the current request, if another daemon has done it; else None."""
@@ -101,6 +105,6 @@ class KeptState:
     def give_back(self, backing: int) -> None:
         """A backing id of ``backings`` that no handle has is of no use any more."""
 
-    def settle(self, seq: int) -> None:
-        """The journal has been read: it ends with this transaction. Requests of which it has none
-        are not done."""
+    def settle(self, is_done: Callable[[int], bool]) -> None:
+        """The metadata are open: these of the transactions of which ``commits`` has told are done,
+        and the requests of others are not."""

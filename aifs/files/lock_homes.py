@@ -247,17 +247,39 @@ class LockHomes:
         """Ask all live hosts that could hold locks for them, until they answer, or are over."""
         inode.asked += 1
         for session in self._hosts.live() - {self.me}:
-            held = None
-            while held is None and self.is_live(session):
-                try:
-                    held = await self._hosts.ask(session, ["held", ino])
-                except FsError as error:
-                    _log.debug("locks: what session %d holds of %d: %s", session, ino, error)
-                    await trio.sleep(_RETRY_S)
-            for table, locks in zip(inode.tables, held or ((), ()), strict=True):
-                table.release_session(session)
-                for lock in locks if self.is_live(session) else ():
-                    table.put(unpacked(lock))
+            held = await self._ask_surely(session, ["held", ino]) or ((), ())
+            for table, locks in zip(inode.tables, held, strict=True):
+                table.restate(session, map(unpacked, locks if self.is_live(session) else ()))
+
+    async def _ask_surely(self, session: int, request: list[Any]) -> Any:
+        """What a host answers; None if it is over."""
+        while self.is_live(session):
+            try:
+                return await self._hosts.ask(session, request)
+            except FsError as error:
+                _log.debug("locks: %s of session %d: %s", request[0], session, error)
+                await trio.sleep(_RETRY_S)
+        return None
+
+    async def restate(self) -> None:
+        """Tell all homes what our programs hold, and that they wait for nothing: grants to a daemon
+        that has died may not have been heard."""
+        held = [(ino, self._held_of(inode)) for ino, inode in self._inodes.items()]
+        for session in self._hosts.live() - {self.me}:
+            await self._ask_surely(session, ["restated", held])
+
+    async def restated(self, session: int, held: Sequence[Sequence[Any]]) -> bool:
+        """As a home, hear of ``restate``."""
+        named = {ino: tables for ino, tables in held}
+        for ino, inode in self._inodes.items():
+            for table, locks in zip(inode.tables, named.get(ino, ((), ())), strict=True):
+                if inode.is_home:
+                    table.restate(session, map(unpacked, locks))
+        return True
+
+    def _held_of(self, inode: InodeLocks) -> list[list[Packed]]:
+        """What our programs hold."""
+        return [[packed(lock) for lock in table.held(self.me)] for table in inode.tables]
 
     async def _give_up(self, inos: list[int]) -> None:
         """Cease to be the home of inodes without locks or requests."""
@@ -287,7 +309,7 @@ class LockHomes:
                     raise Unavailable("the session is over")
                 await trio.sleep(_RETRY_S)  # our replica is behind
             inode.asked += 1
-            return [[packed(lock) for lock in table.held(self.me)] for table in inode.tables]
+            return self._held_of(inode)
 
     # --- in the background ---
 
@@ -316,7 +338,7 @@ class LockHomes:
             for table in inode.tables:
                 for session in table.sessions():
                     if not self.is_live(session):
-                        table.release_session(session)
+                        table.restate(session)
         if self.me == min(live):
             nursery.start_soon(self._inherit)
 

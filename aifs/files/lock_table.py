@@ -7,7 +7,7 @@ them wait behind it could make a circle of waiters that is none, because owners 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 LAST = (1 << 63) - 1
@@ -77,6 +77,9 @@ class LockTable:
             if owner.session == session
             for lock in locks
         ]
+
+    def of(self, owner: LockOwner) -> list[Lock]:
+        return self._held.get(owner, [])
 
     def holds(self, owner: LockOwner) -> bool:
         return owner in self._held
@@ -155,13 +158,15 @@ class LockTable:
         waiting = {wait.lock.owner.session for wait in self._waiting}
         return waiting | {owner.session for owner in self._held}
 
-    def release_session(self, session: int) -> None:
-        """The session is over: it holds nothing, and waits for nothing."""
+    def restate(self, session: int, locks: Iterable[Lock] = ()) -> None:
+        """The session holds these, and waits for nothing. Without any: it is over."""
         for wait in [wait for wait in self._waiting if wait.lock.owner.session == session]:
             self._waiting.remove(wait)
             wait.end(False)
         for owner in [owner for owner in self._held if owner.session == session]:
             del self._held[owner]
+        for lock in locks:
+            self.put(lock)
         self._grant()
 
     def _grant(self) -> None:

@@ -5,6 +5,7 @@ waits for, and so on, from host to host.
 """
 
 import itertools
+import struct
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from math import inf
@@ -14,6 +15,7 @@ import trio
 
 from aifs.core.errors import Deadlock, Unavailable, WouldBlock
 from aifs.core.waiting import LOCK, waits_for
+from aifs.files.kept import KeptState
 from aifs.files.lock_homes import (
     FCNTL,
     FLOCK,
@@ -33,6 +35,12 @@ _SUSPECT_S = 0.02  # a wait that takes longer may be one in a circle
 _SUSPECT_AGAIN_S = 1.0
 _LOOK_S = 2.0  # how long a look for a circle may take
 _CIRCLE_MAX = 256  # of owners that are looked at for one
+
+_KEPT, _KEPT_KEY = b"lock", struct.Struct("=QBQI")  # inode, space, owner, which part
+_KEPT_HANDLE, _KEPT_LOCK = struct.Struct("=Q"), struct.Struct("=QQ?I")
+"""Of a note: the handle by which the owner has asked last; of each lock, as Lock."""
+_KEPT_AT_ONCE = 20
+"""Locks of a note."""
 
 
 class _Waiting:
@@ -162,7 +170,9 @@ class _Request(NamedTuple):
 class Locks:
     """The locks of all files. Used from one trio thread."""
 
-    def __init__(self, engine: Engine, hosts: LockHosts) -> None:
+    def __init__(self, engine: Engine, hosts: LockHosts, kept: KeptState | None = None) -> None:
+        """``kept``: where the next daemon finds what programs of this host hold."""
+        self._kept = kept or KeptState()
         self._homes = LockHomes(engine, hosts, self.serve)
         self._circles = Circles(self._homes)
         self._tickets = itertools.count(1)
@@ -175,8 +185,38 @@ class Locks:
             "blockers": self._circles.blockers,
             "waits": self._circles.waits,
             "held": self._homes.held,
+            "restated": self._homes.restated,
         }
         """What hosts may ask for, by name."""
+        for key, note in self._kept.notes.items():
+            if key.startswith(_KEPT):
+                self._take_up(key, note)
+
+    # --- after the death of another daemon ---
+
+    def _keep(self, ino: int, inode: InodeLocks, space: int, owner: LockOwner) -> None:
+        """Note what a program of this host holds, before it hears of that."""
+        locks, by = inode.tables[space].of(owner), inode.last_handle.get(owner, 0)
+        for part in itertools.count():
+            key = _KEPT + _KEPT_KEY.pack(ino, space, owner.number, part)
+            some = locks[part * _KEPT_AT_ONCE :][:_KEPT_AT_ONCE]
+            if not some and key not in self._kept.notes:
+                return
+            note = [_KEPT_LOCK.pack(*lock[1:]) for lock in some]
+            self._kept.note(key, _KEPT_HANDLE.pack(by) + b"".join(note) if some else b"")
+
+    def _take_up(self, key: bytes, note: bytes) -> None:
+        ino, space, number, _ = _KEPT_KEY.unpack(key[len(_KEPT) :])
+        owner, (by,) = self.owner(number), _KEPT_HANDLE.unpack_from(note)
+        with self._homes.using(ino) as inode:
+            for lock in _KEPT_LOCK.iter_unpack(note[_KEPT_HANDLE.size :]):
+                inode.tables[space].put(Lock(owner, *lock))
+            inode.note_taken(by, space, owner)
+
+    async def restate(self) -> None:
+        """Go on with the locks that programs of this host hold. Returns when no home has others of
+        theirs."""
+        await self._homes.restate()
 
     # --- what programs ask for ---
 
@@ -195,6 +235,8 @@ class Locks:
                 return False
             raise WouldBlock()
         inode.note_taken(handle, space, lock.owner)
+        if self._kept.is_on:
+            self._keep(ino, inode, space, lock.owner)
         return True
 
     def unlock_at_once(self, ino: int, space: int, owner: LockOwner, start: int, end: int) -> bool:
@@ -204,7 +246,8 @@ class Locks:
             return True
         if not inode.is_home and inode.tables[space].holds(owner):
             return False
-        inode.tables[space].unlock(owner, start, end)
+        if inode.tables[space].unlock(owner, start, end) and self._kept.is_on:
+            self._keep(ino, inode, space, owner)
         inode.used_s = trio.current_time()
         return True
 
@@ -228,12 +271,16 @@ class Locks:
             if not is_granted:
                 await self._wait(ino, inode, request)
             inode.note_taken(handle, space, lock.owner)  # it may have closed a file meanwhile
+            if self._kept.is_on:
+                self._keep(ino, inode, space, lock.owner)
 
     async def unlock(self, ino: int, space: int, owner: LockOwner, start: int, end: int) -> None:
         """The owner holds nothing of the range on return."""
         with trio.CancelScope(shield=True), self._homes.using(ino) as inode:
             if inode.tables[space].unlock(owner, start, end) and not inode.is_home:
                 await self._homes.ask_home(ino, inode, "unlock", space, owner.number, start, end)
+            if self._kept.is_on:
+                self._keep(ino, inode, space, owner)
 
     async def test(self, ino: int, space: int, lock: Lock) -> Lock | None:
         """A lock of another owner, because of which this one cannot be had now."""

@@ -10,6 +10,7 @@ another host has just moved it, the kernel must not learn the new name while it 
 """
 
 import time
+from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
@@ -33,6 +34,9 @@ _DIRECTORIES_MAX = 4096
 _CALL_S = 1.0
 """More than the kernel needs to look up all names of a call, and to repeat it."""
 
+_KEPT, _KEPT_THREADS = b"stale", 32
+"""The note for the next daemon: the threads that repeat their calls."""
+
 _REPEAT_S = 0.02
 """For so long a thread is taken to repeat its call, which a second ESTALE would end."""
 
@@ -51,9 +55,10 @@ class LookedUp:
         """When others were, as in ``_changed``."""
         self._refused: dict[tuple[Name, int], float] = {}
         """When lookups of names by threads were answered with ESTALE, as in ``_changed``."""
-        self._repeating: dict[int, float] = {}
-        """When any lookup by a thread was."""
-
+        until = time.monotonic() + _CALL_S
+        self._repeating = dict.fromkeys(array("q", kernel.kept.notes.get(_KEPT, b"")), until)
+        """When any lookup by a thread was; those of a daemon before: until they have repeated
+        it."""
         self._elsewhere: dict[int, float] = {}
         """Directories in which other hosts have changed names, as in ``_changed``."""
         self._here: dict[int, float] = {}
@@ -108,6 +113,9 @@ class LookedUp:
         if is_new and not was_refused and self._repeating.get(thread, began) <= began:
             _note(self._refused, (name, thread), _CALL_S)
             _note(self._repeating, thread, _REPEAT_S)
+            if self._kernel.kept.is_on:
+                threads = array("q", [*self._repeating][-_KEPT_THREADS:])
+                self._kernel.kept.note(_KEPT, threads.tobytes())
             raise Stale("another host has changed the name just before")
 
     def asked(self, name: Name) -> None:

@@ -339,6 +339,8 @@ static PyObject *keep(PyObject *self, PyObject *args)
         bridge.earlier = bridge.opens.kept.counted;
         bridge.state.granted = bridge.opens.kept.granted; /* until INIT has been replayed */
         memset(bridge.state.acls, 0xff, sizeof bridge.state.acls); /* nobody knows them any more */
+        if (has_locks(&bridge.state))
+            memset(bridge.locked, 0xff, sizeof bridge.locked);
     }
     Py_RETURN_NONE;
 }

@@ -203,6 +203,10 @@ class Bridge:
     ) -> None:
         """``busy_polls``: clients have another processor than we. ``locks``: they come to us."""
         self._kernel = kernel
+        self._kept_s = max(kernel.entry_timeout_s, kernel.negative_timeout_s)
+        """How long the kernel keeps a name."""
+        self._unknown_until_ns = 0
+        """By the monotonic clock: until then it may have some that an earlier daemon told it of."""
         self._locks = locks
         wanted = kernel.bridge != "off"
         if extension is not None:
@@ -238,6 +242,8 @@ class Bridge:
         """Put the next mount's state where it outlives this daemon, or go on with that of an
         earlier one."""
         kept.begin(self.unique)
+        if kept.is_taken:
+            self._unknown_until_ns = time.monotonic_ns() + round(self._kept_s * 1e9)
         extension.keep(kept.table, kept.device if kept.is_taken else -1)
 
     @property
@@ -348,9 +354,8 @@ class Bridge:
 
     def kept_name(self, parent: int, name: bytes) -> KeptName:
         """Look up what the kernel may keep of a name, where there are other hosts."""
-        if not self.keeps_account:
-            kept_ns = max(self._kernel.entry_timeout_s, self._kernel.negative_timeout_s) * 1e9
-            return KeptName(UNKNOWN, time.monotonic_ns() + round(kept_ns))
+        if not self.keeps_account or time.monotonic_ns() < self._unknown_until_ns:
+            return KeptName(UNKNOWN, time.monotonic_ns() + round(self._kept_s * 1e9))
         return KeptName(*extension.kept_name(parent, name))
 
     @property

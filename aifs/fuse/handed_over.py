@@ -15,6 +15,7 @@ import trio
 from aifs.core import ioctl
 from aifs.core.config import KernelConfig
 from aifs.core.errors import FsError, Invalid, NoSuchIoctl, NotSupported
+from aifs.core.waiting import current_unique
 from aifs.files.kept import Done
 from aifs.files.lock_homes import FCNTL, FLOCK
 from aifs.files.lock_table import LAST, Lock
@@ -471,7 +472,8 @@ class HandedOver:
         handle, _, flags, number = _RELEASE.unpack_from(body)
         locks = self._fs.locks
         try:
-            await self._fs.release(handle)
+            if self.kept is None or not self.kept.was_closed(current_unique(), handle):
+                await self._fs.release(handle)
         finally:
             flocker = locks.owner(number) if flags & _RELEASE_FLOCK else None
             is_gone = not self._fs.handles.has(handle)

@@ -50,7 +50,7 @@ LENT_AT, LENT_COUNT = _PAGE, 16384
 _DONE_AT, _DONE_COUNT = HEAD_AT + _PAGE, 16384
 _SLOTS_AT = _DONE_AT + _DONE_COUNT * _SLOT * _WORD
 _SLOTS_MAX = 1 << 22
-_DONE, _SLOTS = _DONE_AT // _WORD, _SLOTS_AT // _WORD
+_HEAD, _DONE, _SLOTS = HEAD_AT // _WORD, _DONE_AT // _WORD, _SLOTS_AT // _WORD
 """Where they begin, in words."""
 NOTES_AT = _SLOTS_AT + _SLOTS_MAX * _SLOT * _WORD
 NOTE_BYTES, _NOTES_MAX = 512, 1 << 16
@@ -100,6 +100,62 @@ class Head(IntEnum):
     """When the daemon was at work last, in seconds of the monotonic clock."""
 
 
+class _Notes:
+    """The notes in the file."""
+
+    def __init__(self, file: mmap.mmap, words: memoryview) -> None:
+        """``file``: its bytes, and the same as words."""
+        self.values: dict[bytes, bytes] = {}
+        """By key."""
+        self._file = file
+        self._words = words
+        self._places: dict[bytes, int] = {}
+        """By key, where the note is."""
+        self._free: list[int] = []
+        """Places that were in use."""
+        self._number = 0
+        """Of the newest one."""
+        found = []
+        for place in range(self._words[_HEAD + Head.NOTES]):
+            at = NOTES_AT + place * NOTE_BYTES
+            number, length, more = _NOTE.unpack_from(file, at)
+            if number:
+                text = file[at + _NOTE.size : at + _NOTE.size + length + more]
+                found.append((number, place, text[:length], text[length:]))
+            else:
+                self._free.append(place)
+        for number, place, key, value in sorted(found):
+            if key in self._places:  # it was about to be replaced
+                self.put(key, b"")
+            self._places[key], self.values[key] = place, value
+            self._number = number
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """As ``note`` of KeptState."""
+        old = self._places.pop(key, None)
+        self.values.pop(key, None)
+        if value and _NOTE.size + len(key) + len(value) <= NOTE_BYTES:
+            self._add(key, value)
+        if old is not None:
+            self._words[(NOTES_AT + old * NOTE_BYTES) // _WORD] = 0
+            self._free.append(old)
+
+    def _add(self, key: bytes, value: bytes) -> None:
+        if self._free:
+            place = self._free.pop()
+        else:
+            place = self._words[_HEAD + Head.NOTES]
+            if place == _NOTES_MAX:
+                return
+            self._words[_HEAD + Head.NOTES] = place + 1
+        at = NOTES_AT + place * NOTE_BYTES
+        note = _NOTE.pack(0, len(key), len(value)) + key + value
+        self._file[at : at + len(note)] = note
+        self._number += 1
+        self._words[at // _WORD] = self._number
+        self._places[key], self.values[key] = place, value
+
+
 class KeptMount(KeptState):
     """Of one mount. ``device``: its descriptor, if another daemon has begun it, else -1."""
 
@@ -130,14 +186,6 @@ class KeptMount(KeptState):
         """Those that another daemon has left."""
         self._backings: dict[int, tuple[int, int]] = {}
         """The same of backing ids."""
-        self._notes: dict[bytes, bytes] = {}
-        """By key."""
-        self._note_places: dict[bytes, int] = {}
-        """By key, where the note is."""
-        self._free_notes: list[int] = []
-        """Places that were in use."""
-        self._note_number = 0
-        """Of the newest one."""
         self._opens: dict[int, int] = {}
         """By handle, how many open files had it when the mount was taken over."""
         if table is None:
@@ -146,12 +194,13 @@ class KeptMount(KeptState):
         else:
             _require_format(self.head(Head.FORMAT))
             self._load()
+        self._notes = _Notes(self._map, self._words)
 
     def head(self, word: Head) -> int:
-        return self._words[HEAD_AT // _WORD + word]
+        return self._words[_HEAD + word]
 
     def _put_head(self, word: Head, value: int) -> None:
-        self._words[HEAD_AT // _WORD + word] = value
+        self._words[_HEAD + word] = value
 
     def begin(self, unique: Callable[[], int]) -> None:
         """The bridge is about to mount; ``unique()`` is the kernel's number of the request read
@@ -227,71 +276,30 @@ class KeptMount(KeptState):
         if (opens or handle >= LENT) and (unique := current_unique()):
             self._fill(self._done_at(unique), unique & ~RESENT, 0, handle, opens)
 
-    def commits(self, seq: int) -> None:
-        if not (unique := current_unique()):
-            return
-        at, number = self._done_at(unique), unique & ~RESENT
-        if not seq:
-            self._words[at] = 0
-        elif self._words[at] == number:  # it stays what it is about
-            if self._words[at + 1] in (0, _NEVER):  # of several transactions the first one counts
-                self._words[at + 1] = seq
-        else:
-            self._fill(at, number, seq, 0, 0)
+    def commits(self, unique: int, number: int) -> None:
+        at, words = self._done_at(unique), self._words
+        if words[at] != unique & ~RESENT:
+            self._fill(at, unique & ~RESENT, number or _NEVER, 0, 0)
+        elif not number or words[at + 1] in (0, _NEVER):
+            words[at + 1] = number or _NEVER  # of several ones the first one counts
 
     def about(self, ino: int) -> None:
         if unique := current_unique():
             self._fill(self._done_at(unique), unique & ~RESENT, _NEVER, ino, 0)
 
-    def repeated(self) -> Done | None:
-        unique = current_unique()
-        return self.done(unique) if self._words[self._done_at(unique) + 1] else None
+    def appends(self, offset: int) -> None:
+        if unique := current_unique():
+            self._fill(self._done_at(unique), unique & ~RESENT, 0, offset, 0)
 
-    # --- notes ---
+    def repeated(self) -> Done | None:
+        return self.done(current_unique())
 
     @property
     def notes(self) -> Mapping[bytes, bytes]:
-        return self._notes
+        return self._notes.values
 
     def note(self, key: bytes, value: bytes) -> None:
-        old = self._note_places.pop(key, None)
-        self._notes.pop(key, None)
-        if value and _NOTE.size + len(key) + len(value) <= NOTE_BYTES:
-            self._put_note(key, value)
-        if old is not None:
-            self._words[(NOTES_AT + old * NOTE_BYTES) // _WORD] = 0
-            self._free_notes.append(old)
-
-    def _put_note(self, key: bytes, value: bytes) -> None:
-        if self._free_notes:
-            place = self._free_notes.pop()
-        else:
-            place = self.head(Head.NOTES)
-            if place == _NOTES_MAX:
-                return
-            self._put_head(Head.NOTES, place + 1)
-        at = NOTES_AT + place * NOTE_BYTES
-        note = _NOTE.pack(0, len(key), len(value)) + key + value
-        self._map[at : at + len(note)] = note
-        self._note_number += 1
-        self._words[at // _WORD] = self._note_number
-        self._note_places[key], self._notes[key] = place, value
-
-    def _load_notes(self) -> None:
-        found = []
-        for place in range(self.head(Head.NOTES)):
-            at = NOTES_AT + place * NOTE_BYTES
-            number, length, more = _NOTE.unpack_from(self._map, at)
-            if number:
-                text = self._map[at + _NOTE.size : at + _NOTE.size + length + more]
-                found.append((number, place, text[:length], text[length:]))
-            else:
-                self._free_notes.append(place)
-        for number, place, key, value in sorted(found):
-            if key in self._note_places:  # it was about to be replaced
-                self.note(key, b"")
-            self._note_places[key], self._notes[key] = place, value
-            self._note_number = number
+        self._notes.put(key, value)
 
     # --- requests that have been done ---
 
@@ -310,10 +318,10 @@ class KeptMount(KeptState):
         done = self.done(unique)
         return done is not None and self._opens.get(handle, 0) == done.opens
 
-    def settle(self, seq: int) -> None:
+    def settle(self, is_done: Callable[[int], bool]) -> None:
         words = self._words
         for at in range(_DONE, _SLOTS, _SLOT):
-            if words[at] and words[at + 1] > seq:
+            if words[at] and not is_done(words[at + 1]):
                 words[at] = 0
 
     # --- taking over ---
@@ -334,7 +342,6 @@ class KeptMount(KeptState):
                     KeptHandle(key, one, two & 0xFFFFFFFF, two >> 32, three & ~_DIRECT, direct)
                 )
         self._load_lent()
-        self._load_notes()
         self._opens = {each.handle: each.opens for each in self._handles}
 
     def _load_lent(self) -> None:

@@ -39,9 +39,17 @@ class KernelCache(Kernel):
     def __init__(self, kept: KeptState | None = None) -> None:
         super().__init__(kept)
         self._nursery: trio.Nursery | None = None
+        """Of the tasks that send, while requests are read."""
+        self._begun = trio.Event()
+        """Set when the kernel can be told what to forget, or knows nothing."""
+        if not self.kept.is_taken:
+            self._begun.set()
         self._bridge: Bridge | None = None
+        """Of the mount, when it is announced."""
         self._missing: list[MissingPart] = []
+        """The parts that are not in use."""
         self._threads = trio.CapacityLimiter(_AT_ONCE)
+        """Of notifications that may wait."""
         self._inodes = trio.CapacityLimiter(1)
         """Notifications that never wait for long have their own thread."""
 
@@ -49,6 +57,7 @@ class KernelCache(Kernel):
     def serving(self, nursery: trio.Nursery) -> Iterator[None]:
         """Requests are read inside. Background work goes on afterwards until it is told."""
         self._nursery = nursery
+        self._begun.set()
         try:
             yield
         finally:
@@ -119,11 +128,12 @@ class KernelCache(Kernel):
     async def forget(
         self, names: Mapping[tuple[int, bytes], int], inodes: Sequence[int], pages: Sequence[int]
     ) -> set[int]:
+        await self._begun.wait()
         bridge, entries = self._bridge, []
         kept = self._kept(names)
         if bridge is not None:  # a thread costs more than most changes
-            inodes = [ino for ino in inodes if bridge.was_told(ino)]
-            pages = [ino for ino in pages if bridge.was_told(ino)]
+            inodes = [ino for ino in inodes if self._was_told(ino)]
+            pages = [ino for ino in pages if self._was_told(ino)]
         for name in kept if bridge is not None else names:
             entries.append((self._forget_name, *name, kept.get(name)))
         listings = set(pages)
@@ -160,12 +170,16 @@ class KernelCache(Kernel):
         bridge = self._bridge
         if bridge is None:
             return {}
-        told = {name: bridge.kept_name(*name) for name in names if bridge.was_told(name[0])}
+        told = {name: bridge.kept_name(*name) for name in names if self._was_told(name[0])}
         return {
             name: kept
             for name, kept in told.items()
             if kept.until_ns and (kept.ino == UNKNOWN or kept.ino != names[name])
         }
+
+    def _was_told(self, ino: int) -> bool:
+        """Whether the kernel may know an inode, also by a daemon before."""
+        return self.kept.is_taken or self.may_know(ino)
 
     def _note_dropped(self, parent: int, name: bytes, kept: KeptName) -> None:
         if self._bridge is not None:
@@ -186,6 +200,7 @@ class KernelCache(Kernel):
             pyfuse3.invalidate_entry(parent, name)
 
     async def drop_pages(self, inodes: Sequence[int]) -> None:
+        await self._begun.wait()
         await self._start([(pyfuse3.invalidate_inode, ino) for ino in inodes]).wait()
 
     def drop_pages_soon(self, ino: int, then: Callable[[], None]) -> None:

@@ -225,11 +225,13 @@ class Operations(pyfuse3.Operations):
         assert self.kept is not None
         match operation, args:
             case (("unlink" | "rmdir" | "removexattr"), _):
+                await self._fs.store.engine.shown()
                 return None
             case "getxattr", _ if self._appends():  # pyfuse3 asks: the attribute is not to be there
                 raise NoAttribute
             case "rename", _:
                 await self._fs.store.engine.barrier()
+                await self._fs.store.engine.shown()
                 return None
             case (("mknod" | "mkdir" | "symlink"), (parent, name, *_, ctx)):
                 return self._entry(await self._fs.lookup(parent, name, ctx), parent, name)

@@ -13,8 +13,10 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pyfuse3
@@ -33,6 +35,7 @@ from aifs.fuse import requests
 from aifs.fuse.bridge import ALL_COST, SPEED_COST, Bridge, MissingPart, reply
 from aifs.fuse.guard import Guard, KeeperOrders
 from aifs.fuse.handed_over import HandedOver
+from aifs.fuse.keeper import SILENT_S
 from aifs.fuse.kept import Head, KeptMount
 from aifs.fuse.kernel_cache import KernelCache
 from aifs.fuse.operations import Operations
@@ -42,7 +45,7 @@ from aifs.vfs import operation_log
 from aifs.vfs.filesystem import Filesystem
 from aifs.vfs.going_on import set_again
 from aifs.vfs.lifecycle import open_filesystem
-from aifs.vfs.why import watch_slow
+from aifs.vfs.why import tell_if_stuck, watch_slow
 from aifs.watch.server import WatchServer
 
 log = logging.getLogger(__name__)
@@ -103,14 +106,15 @@ def _keeping(
     config: Config, has_locks: bool, kept: KeptMount | None, again: Sequence[str]
 ) -> KeeperOrders | None:
     """How the mount is kept; None: it ends with this process."""
+    tries = config.kernel.restarts and (
+        config.host.restarts if config.is_cluster else config.kernel.restarts
+    )
     if kept is None:
-        may_be = again and config.kernel.bridge != "off" and not (config.is_cluster or has_locks)
-        if not may_be or not config.kernel.restarts:
+        if not again or config.kernel.bridge == "off" or has_locks or not tries:
             return None
         kept = KeptMount()
     log_file = "" if "--foreground" in again else config.log.file
-    kernel = config.kernel
-    return KeeperOrders(kept, again, kernel.restarts, kernel.replace_stuck_s, log_file)
+    return KeeperOrders(kept, again, tries, config.kernel.replace_stuck_s, log_file)
 
 
 async def _serve(
@@ -341,6 +345,9 @@ def _keep(keeping: KeeperOrders, bridge: Bridge) -> None:
     if bridge.can_be_kept:
         dump_threads_at(signal.SIGUSR2)
         keeping.kept.serves()
+        after_s = min(SILENT_S, keeping.stuck_s or SILENT_S)
+        told = trio.lowlevel.current_root_task(), partial(keeping.kept.head, Head.ALIVE), after_s
+        threading.Thread(target=tell_if_stuck, args=told, daemon=True).start()
     else:
         log.info("the mount ends with this process: a kernel before 6.9 repeats no requests")
 

@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from aifs.core.errors import Unavailable
+from aifs.core.waiting import current_unique
 
 Result = TypeVar("Result")
 
@@ -82,6 +83,12 @@ def answers(function: Function) -> Function:
     repeat it once committed."""
     function.answers = True  # type: ignore[attr-defined]
     return function
+
+
+def answered_by(function: Function) -> int:
+    """The kernel's number of the current task's request, if the function does all of it; else
+    0."""
+    return current_unique() if getattr(function, "answers", False) else 0
 
 
 def patched(value: bytes | None, offset: int, part: bytes) -> bytes:
@@ -248,9 +255,20 @@ class Engine(ABC):
         ``syncs``."""
         return {}
 
-    def tell_commits(self, tell: Callable[[int], None]) -> None:
-        """Call ``tell`` with the number of each transaction marked with ``answers`` before it is
-        recorded; with 0 if it is not after all. Never with several hosts."""
+    def tell_commits(self, tell: Callable[[int, int], None]) -> None:
+        """Call ``tell`` with the kernel's number of the request and the number of each transaction
+        marked with ``answers`` before it is recorded; with 0 if it is not after all."""
+        return
+
+    def has_found(self, number: int) -> bool:
+        """Whether opening the store found the transaction of which ``tell_commits`` has told so, to
+        the last process that had the store open."""
+        return number <= self.found_seq
+
+    async def tell_again(self) -> None:
+        """Tell the follower what other hosts have changed lately: the process that had the store
+        open before may not have shown it to the kernel, which is there still. Raises
+        Unavailable."""
         return
 
     @abstractmethod

@@ -22,7 +22,7 @@ from aifs.core import faults, files, mountinfo
 from aifs.core.errors import NoSpace, StoreError, Unavailable, from_oserror
 from aifs.core.waiting import JOURNAL, waits_for
 from aifs.meta import journal
-from aifs.meta.kv import Engine, Result, Tap
+from aifs.meta.kv import Engine, Result, Tap, answered_by
 from aifs.meta.lmdb_database import CHECK_PAGES, BrokenDatabase, Database, DatabaseError, MapFull
 from aifs.meta.memtable import LeveledTransaction, LeveledView, Memtable, Writes
 
@@ -83,7 +83,7 @@ class LmdbEngine(Engine):
         self._frozen_at_s = 0.0
         """When it was frozen, by trio's clock."""
         self._first_seq = first_seq
-        self._commits: Callable[[int], None] | None = None
+        self._commits: Callable[[int, int], None] | None = None
         """See ``tell_commits``."""
         self._taps: list[Tap] = []
         """The listeners for all changes."""
@@ -157,7 +157,7 @@ class LmdbEngine(Engine):
             "syncs": self._syncs,
         }
 
-    def tell_commits(self, tell: Callable[[int], None]) -> None:
+    def tell_commits(self, tell: Callable[[int, int], None]) -> None:
         self._commits = tell
 
     def listen(self, tap: Tap) -> None:
@@ -173,14 +173,14 @@ class LmdbEngine(Engine):
         result = function(transaction, *args)
         if not transaction.writes:
             return result
-        if self._commits is None or not getattr(function, "answers", False):
+        if self._commits is None or not (unique := answered_by(function)):
             self.apply(transaction.writes)
             return result
-        self._commits(self.seq + 1)
+        self._commits(unique, self.seq + 1)
         try:
             self.apply(transaction.writes)
         except BaseException:
-            self._commits(0)
+            self._commits(unique, 0)
             raise
         return result
 

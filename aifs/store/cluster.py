@@ -153,12 +153,14 @@ def _require_free_name(name: str, database: BlockingDatabase) -> None:
 class ClusterMetadata:
     """In a database."""
 
-    def __init__(self, config: Config, mountpoint: str, alone: bool) -> None:
-        """``alone``: no other host may have a session at the same time."""
+    def __init__(self, config: Config, mountpoint: str, alone: bool, goes_on: bool) -> None:
+        """``alone``: no other host may have a session at the same time. ``goes_on``: with the
+        session of a daemon that has died."""
         host = {"address": _ALONE if alone else own_address(config)}
         config = config.model_copy(update={"host": config.host.model_copy(update=host)})
         self._config = config
         self._thorough = not mountpoint  # a command may take the time to look at all of the replica
+        self._goes_on = goes_on
         self._replica = config.meta.directory
         self._session: Session | None = None  # when it is open
         self.hosts: Hosts | None = None  # the same; as of Metadata, also what follows
@@ -179,7 +181,7 @@ class ClusterMetadata:
             directories.mark(self._replica, self.store, "replica", 0)
         local = LmdbEngine(self._replica, config.meta.commit_interval_s, thorough=self._thorough)
         try:
-            engine, self.hosts = await enter(config, self.store, local)
+            engine, self.hosts = await enter(config, self.store, local, self._goes_on)
         except BaseException:
             local.abandon()
             raise
@@ -210,6 +212,8 @@ class ClusterMetadata:
         """Others need not wait until the lease is over."""
         if self.hosts is not None:
             self.hosts.peers.close()
+        if self._goes_on:
+            return engine.abandon()  # another daemon may
         try:
             engine.close()
         except Unavailable as error:

@@ -142,9 +142,11 @@ class Hosts:
                 log.info("whose lease is over is not known: %s", error)
 
 
-async def enter(config: Config, store: str, local: LmdbEngine) -> tuple[ReplicatedEngine, Hosts]:
+async def enter(
+    config: Config, store: str, local: LmdbEngine, goes_on: bool
+) -> tuple[ReplicatedEngine, Hosts]:
     """Begin a session of this host: its engine, with ``local`` as replica, and the others.
-    ``store``: the uuid. ``host.address`` is set.
+    ``store``: the uuid. ``host.address`` is set. ``goes_on``: as of ``join``.
 
     Raises ConfigError if it cannot listen; StoreBusy, StoreError, Unavailable. Then ``local`` is
     still the caller's.
@@ -153,7 +155,7 @@ async def enter(config: Config, store: str, local: LmdbEngine) -> tuple[Replicat
     peers = Peers(store, name, secret.encode(), split_endpoint(config.host.listen))
     try:
         database, exchange = MapDatabase(config.meta.url, secret), Exchange(peers)
-        engine = await join(local, database, name, config.host.address, exchange)
+        engine = await join(local, database, name, config.host.address, exchange, goes_on)
     except BaseException:
         peers.close()
         raise

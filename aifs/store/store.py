@@ -282,13 +282,15 @@ class _LocalMetadata:
         return Ownership(self._config.meta.directory, self._mountpoint, owner, servers)
 
 
-def find_metadata(config: Config, mountpoint: str = "", alone: bool = False) -> Metadata:
+def find_metadata(
+    config: Config, mountpoint: str = "", alone: bool = False, goes_on: bool = False
+) -> Metadata:
     """Find a store's metadata. Blocks; changes nothing. Raises StoreError, with advice."""
     if config.is_cluster:
         # It needs packages that a store of one host does not.
         from aifs.store.cluster import ClusterMetadata
 
-        return ClusterMetadata(config, mountpoint, alone)
+        return ClusterMetadata(config, mountpoint, alone, goes_on)
     return _LocalMetadata(config, mountpoint)
 
 
@@ -300,15 +302,16 @@ async def open_store(
     adding: str = "",
     force: bool = False,
     alone: bool = False,
+    goes_on: bool = False,
 ) -> Store:
     """Own and open a store, its journal replayed. Blocks: called before anything else runs. Raises
     StoreError, StoreBusy.
 
     ``adding``: a directory that the configuration may name before it belongs to the store.
     ``force``: the process that claimed its directories is dead. ``alone``: no other host may use
-    the store.
+    the store. ``goes_on``: with the mount of a daemon that has died.
     """
-    metadata = find_metadata(config, mountpoint, alone)
+    metadata = find_metadata(config, mountpoint, alone, goes_on)
     meta = config.meta.directory
     files.make_dirs(meta)
     owner = OwnerLock(meta, mountpoint)

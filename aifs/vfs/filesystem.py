@@ -237,7 +237,7 @@ class Filesystem:
         """What is done here for other hosts."""
         self.mirror_host = MirrorHost(services, tier, io, drain, self.role)
         """The same, with mirrors."""
-        self.locks = Locks(services.engine, PeerHosts(services.peers))
+        self.locks = Locks(services.engine, PeerHosts(services.peers), services.kernel.kept)
         services.peers.serve(SERVICE, self.locks.answer)
 
     def _make_names(self, barrier: Barrier) -> None:

@@ -33,8 +33,10 @@ async def go_on(fs: Filesystem, still: StillOpen) -> None:
         used.add(one.backing)
         if one.flags & os.O_ACCMODE != os.O_RDONLY:
             writing[one.ino] = file
+    remote = [file for file in writing.values() if file.home]
     for file in writing.values():
-        await _write_on(fs, file)
+        if not file.home:
+            await _write_on(fs, file)
     for backing in kept.backings.keys() - used:
         handles.give_back(backing)
     fs.names.keep(still.orphans)
@@ -43,6 +45,12 @@ async def go_on(fs: Filesystem, still: StillOpen) -> None:
         if ino not in table.open and ino not in gone:
             await _close_again(fs, ino)
     fs.io.inodes.wake()
+    await fs.store.engine.tell_again()
+    await fs.home.go_on()
+    for file in remote:  # now, as other hosts may do the same, and wait for this one
+        await _write_on(fs, file)
+        file.unsynced_there = object()
+    await fs.locks.restate()
 
 
 def set_again(fs: Filesystem) -> None:

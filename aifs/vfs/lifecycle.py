@@ -50,6 +50,7 @@ async def open_filesystem(
         read_only=options.read_only,
         adding=adding,
         force=force,
+        goes_on=kernel is not None and kernel.kept.is_taken,
     )
     closed = False
     try:
@@ -119,8 +120,8 @@ async def _load(fs: Filesystem) -> None:
     # The records themselves, before anybody reads them: files that were changed when the daemon
     # died get their sizes, and what nobody refers to is queued for deletion.
     kept = fs.kernel.kept
-    if kept.is_on:  # never where there are several hosts, whose engines count for all
-        kept.settle(fs.store.engine.found_seq)
+    if kept.is_on:
+        kept.settle(fs.store.engine.has_found)
         fs.store.engine.tell_commits(kept.commits)
     still = await recover(fs.store, fs.tier, fs.collector, fs.recovered, kept.is_taken)
     await fs.containers.recover()

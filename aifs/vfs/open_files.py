@@ -44,6 +44,9 @@ _REMOVED = "another host has removed the file just before"
 _ATIME = b"atime"
 """The key of a note."""
 
+_LOOKED_AT_MAX = 64 << 20
+"""Bytes among which an append of a daemon before is looked for."""
+
 NEW_S = 0.1
 """close(2) of a file younger than this does not wait until other hosts see its contents, because
 they may not know its name yet. So creating many small files never waits."""
@@ -286,7 +289,7 @@ class OpenFiles:
         with told.held(ino, size) if is_direct else nullcontext():
             try:
                 if appends:
-                    await self._io.append(file, data)
+                    await self._append(file, data)
                 else:
                     await self._io.write(file, offset, data)
                 if file.on_object or file.uncached:
@@ -299,6 +302,16 @@ class OpenFiles:
             # O_APPEND came by fcntl(2), and a page is locked until we answer.
             told.drop_pages_soon(ino, size)
         return len(data)
+
+    async def _append(self, file: OpenInode, data: bytes | memoryview) -> None:
+        """Unless a daemon before has done it, which what lies behind the end of then tells."""
+        kept = self._kernel.kept
+        if (begun := kept.repeated()) is not None:
+            behind = await self._io.read(file, begun.handle, _LOOKED_AT_MAX)
+            if bytes(data) in bytes(behind):
+                return
+        kept.appends(self._io.inodes.attributes(file).size)
+        await self._io.append(file, data)
 
     def _require_may_overwrite(self, file: OpenInode, offset: int) -> None:
         """Raises NotPermitted for existing bytes of an append-only file, or maybe existing: its

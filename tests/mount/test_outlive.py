@@ -23,7 +23,7 @@ import pytest
 from aifs.core import mountinfo
 from aifs.fuse.kept import HEAD_AT, Head, kept_file
 from aifs.store.owner import read_owner
-from tests.support.mounts import TIMEOUT_S, Mounted, aifs, call, mounted_store
+from tests.support.mounts import TIMEOUT_S, Mounted, aifs, call, keepers, mounted_store
 from tests.support.outcomes import PROGRAMS, exchange
 
 KEPT = "kernel.restarts=1000"
@@ -44,20 +44,6 @@ def kill(store: Mounted) -> None:
 def _name(fd: int, path: Path) -> None:
     """linkat(2) of a file without a name."""
     os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
-
-
-def keepers(store: Mounted) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if any(word.endswith(b"/keeper.py") for word in words) and os.fsencode(
-            json.dumps(str(store.path))
-        ) in b" ".join(words):
-            found.append(int(path.parent.name))
-    return found
 
 
 def standing_by(store: Mounted) -> int:

@@ -218,6 +218,8 @@ class Mounted:
 
     def abandon(self) -> None:
         """After a failure: leave neither mount nor process behind."""
+        for keeper in keepers(self):
+            os.kill(keeper, signal.SIGKILL)
         if self._ended != -1:
             with suppress(ProcessLookupError):
                 self.signal(signal.SIGKILL)
@@ -225,6 +227,21 @@ class Mounted:
         subprocess.run(
             ["umount", "-l", self.path], check=False, capture_output=True, timeout=TIMEOUT_S
         )
+
+
+def keepers(store: Mounted) -> list[int]:
+    """The processes that keep its mount."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(word.endswith(b"/keeper.py") for word in words) and os.fsencode(
+            json.dumps(str(store.path))
+        ) in b" ".join(words):
+            found.append(int(path.parent.name))
+    return found
 
 
 @contextmanager

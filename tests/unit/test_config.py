@@ -149,6 +149,7 @@ def test_a_host_of_many_names_the_database_and_itself(tmp_path: Path) -> None:
         "listen": "[::]:80",
         "address": "gpu-1.lan:7947",
         "home_wait_s": 15.0,
+        "restarts": 0,
         "bandwidth": 0,
     }
     alone = config.load(str(tmp_path / "store"), {})

@@ -214,9 +214,9 @@ def test_a_session_that_is_over_leaves_nothing(flock: bool) -> None:
     waiters.add(Step(OWNERS[0], 0, LAST, "write"))
     waiters.add(Step(OWNERS[1], 0, LAST, "write"))
     assert table.sessions() == {1, 2}
-    table.release_session(2)
+    table.restate(2)
     assert waiters.ended == [(1, True)]
-    table.release_session(1)
+    table.restate(1)
     assert waiters.ended == [(1, True), (2, False)]
     assert not table
 

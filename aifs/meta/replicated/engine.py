@@ -28,7 +28,7 @@ from aifs.core.errors import NoSpace, Unavailable
 from aifs.core.waiting import HOST, JOURNAL, waits_for
 from aifs.meta import keys
 from aifs.meta.delegations import Delegate, decode_delegate, find_covered
-from aifs.meta.kv import Engine, Follower, Result, Tap, Transaction
+from aifs.meta.kv import Engine, Follower, Result, Tap, Transaction, answered_by
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.memtable import Writes
 from aifs.meta.replicated import database as db
@@ -54,6 +54,10 @@ MAX_BATCH = 64
 
 FETCH_ROWS = 512
 """Rows of the feed that are asked for at a time."""
+
+TOLD_AGAIN = 1000
+"""How many rows before what a daemon has shown are told to the kernel again after its death: of
+these it may still keep pages (Following), and beats say what was shown only each second."""
 
 KEEP_ROWS = 100_000
 """Rows of the feed that are kept for hosts that come back."""
@@ -97,16 +101,33 @@ GIVEN_UP = faults.declare(
 class _Call:
     """A transaction that somebody waits for."""
 
-    __slots__ = ("args", "error", "foreign", "function", "is_done", "result", "turn")
+    __slots__ = (
+        "args",
+        "changes",
+        "error",
+        "foreign",
+        "function",
+        "is_done",
+        "result",
+        "turn",
+        "unique",
+    )
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
         self.args = args
+        self.unique = answered_by(function)
+        """The kernel's number of the request that it does all of, if it does; else 0."""
         self.result: Any = None
+        """Of the function, or ``error``."""
+        self.changes = False
+        """Whether it has changed something."""
         self.error: BaseException | None = None
+        """What it has raised, or why it was not done."""
         self.foreign: dict[bytes, bytes] = {}
         """Delegations of other hosts that it needs, and their records: it has not run."""
         self.is_done = False
+        """Whether its waiter has one of both."""
         self.turn = trio.Event()
         """Set when it is done, or when it is its waiter's turn to commit what waits."""
 
@@ -118,6 +139,7 @@ class _Call:
         except Exception as error:
             tx.undo()
             self.error = error
+        self.changes = bool(tx.changed)
 
     def end(self, error: BaseException | None = None) -> None:
         self.error = error or self.error
@@ -191,6 +213,13 @@ class ReplicatedEngine(Engine):
         """Of the task that renews the lease."""
         self._failure = ""
         """Why nothing goes on."""
+        self._tell_commit: Callable[[int, int], None] = lambda unique, number: None
+        """See ``tell_commits``."""
+        self._found: set[int] = set()
+        """Numbers of commits and change sets that a daemon before has made, and this one has heard
+        of since."""
+        self._found_shipped = 0
+        """All that the feed has up to this number has been made, too."""
         exchange.begin(session.number, self.hear, session.hear_shown, self.give_up)
 
     @property
@@ -206,6 +235,30 @@ class ReplicatedEngine(Engine):
 
     def follow(self, follower: Follower) -> None:
         self._follower = follower
+
+    def tell_commits(self, tell: Callable[[int, int], None]) -> None:
+        self._tell_commit = tell
+
+    def has_found(self, number: int) -> bool:
+        return number <= self._found_shipped or number in self._found
+
+    async def tell_again(self) -> None:
+        seq, end = max(0, (self.session.shown or 0) - TOLD_AGAIN), self.session.cursor
+        keys_told: set[bytes] = set()
+        while seq < end:
+            head, *rows = await self._database.settles.repeat(
+                db.FETCH, db.of_bigint(seq), db.of_int(FETCH_ROWS)
+            )
+            if db.to_int(head[0]) != db.DONE:
+                raise Unavailable("the changes of other hosts are not in the feed any more")
+            for row in map(db.to_row, rows):
+                seq = row.seq
+                if row.session != self.session.number:
+                    keys_told.update(row.keys)  # type: ignore[arg-type]
+        if self._follower is not None:
+            view = View(*self.local.begin(), self.seq)
+            self._unshown.append((self.seq, self.session.cursor))
+            self._follower({key: view.get(key) for key in keys_told})
 
     async def sure(self) -> None:
         if clock_s() >= self.session.sure_until_s:
@@ -312,7 +365,7 @@ class ReplicatedEngine(Engine):
                     if call.foreign:
                         call.end()
                 taken = [call for call in taken if not call.foreign]
-                if (attempt.writes or self._ahead) and not await self._commit(attempt):
+                if (attempt.writes or self._ahead) and not await self._commit(attempt, taken):
                     conflicts += 1
                     continue
                 if attempt.writes or self._run_as_views(taken):
@@ -352,9 +405,10 @@ class ReplicatedEngine(Engine):
             call.run(attempt)
         return not attempt.writes
 
-    async def _commit(self, attempt: Attempt) -> bool:
-        """Commit it to the database, and apply it; False if refused because others have changed
-        what it has read: their changes are applied then. Raises Unavailable."""
+    async def _commit(self, attempt: Attempt, calls: Iterable[_Call] = ()) -> bool:
+        """Commit it, which ``calls`` have made, to the database, and apply it; False if refused
+        because others have changed what it has read: their changes are applied then. Raises
+        Unavailable."""
         number, changes = self._ahead.next_number(), self._ahead.merged()
         # Nobody else can have changed what is ahead: but that is the database's to say.
         reads, loose, ranges = self._ahead.delegations(), attempt.loose, attempt.ranges
@@ -375,6 +429,9 @@ class ReplicatedEngine(Engine):
             db.of_keys([end for _, end in ranges]),
             *changes.encode(),
         )
+        answered = [call.unique for call in calls if call.unique and call.changes]
+        for unique in answered:
+            self._tell_commit(unique, number)
         while True:
             self._check()
             faults.reach(BEFORE_COMMIT)
@@ -402,6 +459,8 @@ class ReplicatedEngine(Engine):
                     # so it is asked for again then.
                     await self.catch_up(seq - 1)
         if status == db.CONFLICT:
+            for unique in answered:
+                self._tell_commit(unique, 0)
             if self._pure:
                 self._fail("another host has changed what is delegated to this one")
             return False
@@ -453,6 +512,8 @@ class ReplicatedEngine(Engine):
         changes = changes_of(attempt)
         one = ChangeSet(number, self.session.number, attempt.seq, [*needed], changes)
         key, record = one.encode()
+        if call.unique:
+            self._tell_commit(call.unique, number)
         self.local.apply({**attempt.writes, key: record})
         faults.reach(AHEAD)
         self.seq = attempt.seq
@@ -530,9 +591,10 @@ class ReplicatedEngine(Engine):
                     await trio.sleep(BEAT_S)
                     self._shippable.set()
 
-    async def _take_up(self) -> list[ChangeSet]:
+    async def _take_up(self, is_same: bool) -> list[ChangeSet]:
         """Ship what this host's last session left ahead in directories still delegated to it, and
-        give them up. Returns the lost sets. Nobody uses the engine yet. Raises Unavailable."""
+        give them up. Returns the lost sets. Nobody uses the engine yet. ``is_same``: that session
+        goes on, and what a daemon before has asked for last comes no more. Raises Unavailable."""
         while True:
             attempt = Attempt(*self.local.begin(), self.seq + 1, host=self.host)
             for one in self._ahead:
@@ -545,7 +607,7 @@ class ReplicatedEngine(Engine):
             for key, record in view.range(*keys.all_of(b"D")):
                 if decode_delegate(record).host == self.host and attempt.get(key) == record:
                     attempt.delete(key)
-            if not (attempt.writes or self._ahead) or await self._commit(attempt):
+            if not (attempt.writes or self._ahead or is_same) or await self._commit(attempt):
                 return self._lost
 
     # --- the feed ---------------------------------------------------------------------------------
@@ -568,6 +630,8 @@ class ReplicatedEngine(Engine):
     def _apply(self, row: Row) -> None:
         session = self.session
         is_own = row.session == session.number
+        if is_own and self._follower is None:
+            self._found.add(row.number)
         self._ahead.hear(row.session, row.number, is_own)
         writes: Writes = {}
         if not is_own or row.number != self._pure:  # else the replica has it already
@@ -768,11 +832,23 @@ class ReplicatedEngine(Engine):
     async def go_on(self, cursor: Cursor, ahead: Ahead) -> list[ChangeSet]:
         """Begin at the replica's cursor and sets ahead; returns the lost sets. Raises
         Unavailable."""
-        self.local.apply({CURSOR_KEY: cursor._replace(own=self.session.number).encode()})
-        self.session.cursor = self.session.shown = cursor.seq
+        session, is_same = self.session, self.session.shown is not None
+        if is_same:
+            # The kernel was shown so much; the rest waits for ``tell_again``.
+            self._unshown.append((self.seq, session.shown or 0))
+            self._found = {one.number for one in ahead}
+            self._found_shipped = ahead.shipped
+            ahead.number += _NUMBER_GAP  # beyond what the daemon before may have asked for
+        else:
+            session.shown = cursor.seq
+        self.local.apply({CURSOR_KEY: cursor._replace(own=session.number).encode()})
+        session.cursor = cursor.seq
         self._ahead = ahead
         await self.renew()
-        return await self._take_up()
+        lost = await self._take_up(is_same)
+        if is_same:
+            self._own_row = session.cursor
+        return lost
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:

@@ -8,7 +8,7 @@ from contextlib import aclosing, suppress
 import trio
 
 from aifs.core import faults
-from aifs.core.errors import Unavailable
+from aifs.core.errors import StoreError, Unavailable
 from aifs.meta import journal
 from aifs.meta.lmdb_engine import LmdbEngine
 from aifs.meta.memtable import Writes
@@ -40,23 +40,29 @@ async def join(
     name: str,
     address: str,
     exchange: Exchange | None = None,
+    goes_on: bool = False,
 ) -> ReplicatedEngine:
     """Begin a session for the host ``name``, and update its replica by the feed, or by a copy of
     the map. ``local`` is the engine's to close then. Without an ``exchange`` hosts hear of each
-    other by the database alone.
+    other by the database alone. ``goes_on``: with the session of a daemon that has died.
 
-    Raises StoreBusy if another host has the name; StoreError if the database is none of ours;
-    Unavailable.
+    Raises StoreBusy if another host has the name; StoreError if the database is none of ours, or
+    the session has ended; Unavailable.
     """
     await database.require_schema()
     found = await cursor_of(local)
     exchange = exchange or Exchange(None)
     former, base = (found.own, found.seq) if found else (0, None)
-    session = await Session.begin(database, exchange, name, address, former, base)
+    if goes_on:
+        session = await Session.resume(database, exchange, name, former)
+    else:
+        session = await Session.begin(database, exchange, name, address, former, base)
     engine = ReplicatedEngine(local, database, session, exchange)
     try:
         ahead = await _load_ahead(local, found.shipped) if found else Ahead(0)
         if found is not None and await look_up(database, found) != db.DONE:
+            if goes_on:
+                raise StoreError("the database is older than the replica of this host")
             _lose([*ahead])
             found, ahead = None, Ahead(0)
         lost = await engine.go_on(found or await _copy_map(local, database, session), ahead)
@@ -64,11 +70,15 @@ async def join(
             local.apply({CURSOR_KEY: None})
             await session.end("its replica is made anew")
     except BaseException:
+        if goes_on:  # another daemon may
+            raise
         with trio.CancelScope(shield=True), trio.move_on_after(ANSWER_S), suppress(Unavailable):
             await session.end("it could not join")
         raise
     if lost:  # the replica has it
         _lose(lost)
+        if goes_on:
+            raise StoreError("another host has gone on without changes of this one")
         return await join(local, database, name, address, exchange)
     return engine
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from aifs.core.errors import StoreBusy, Unavailable
+from aifs.core.errors import StoreBusy, StoreError, Unavailable
 from aifs.meta.replicated import database as db
 from aifs.meta.replicated.database import AnswerLost, MapDatabase
 from aifs.meta.replicated.exchange import Exchange
@@ -151,6 +151,19 @@ class Session:
                 case db.RECOVERING:
                     await reopen(database, 0)
                     await trio.sleep(REOPEN_S)
+
+    @classmethod
+    async def resume(
+        cls, database: MapDatabase, exchange: Exchange, name: str, number: int
+    ) -> "Session":
+        """The session of a daemon of this host that has died. Raises StoreError if it has ended;
+        Unavailable."""
+        session = cls(database, exchange, name, number, 0, 0)
+        for one in await session.live():
+            if (one.session, one.name) == (number, name) and one.joined:
+                session.host, session.shown = one.host, one.shown
+                return session
+        raise StoreError(f"the session {number} of this host has ended meanwhile")
 
     def check(self) -> None:
         """Raises Unavailable if it has ended."""
