@@ -31,7 +31,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def store() -> Iterator[Mounted]:
     with tempfile.TemporaryDirectory(prefix="aifs-opens-") as scratch:
-        options = "burst.drain_delay=1h", "data.writeback_interval=1h"  # both need files in core
+        # All of these take files back into core, where an open is the daemon's.
+        options = "burst.drain_delay=1h", "data.writeback_interval=1h", "meta.commit_interval=1h"
         with mounted_store(Path(scratch), options) as mounted:
             if not status(mounted)["bridge"]["passthrough"]:
                 pytest.skip("this machine cannot pass files through")

@@ -117,7 +117,11 @@ def state(uptime_s: float, requests: int, pid: int = 1) -> dict[str, Any]:
         "pid": pid,
         "uptime_s": uptime_s,
         "requests": {"read": served} if requests else {},
-        "burst": {"devices": [{"dirty_bytes": 7}, {"dirty_bytes": None}], "throttled_writers": 0},
+        "burst": {
+            "devices": [{"dirty_bytes": 7}, {"dirty_bytes": None}],
+            "throttled_writers": 0,
+            "grown_bytes": 50 * requests,
+        },
         "drain": {"drained_bytes": 100 * requests, "oldest_age_s": 0.0},
         "process": {"resident_bytes": 5},
     }
@@ -126,6 +130,7 @@ def state(uptime_s: float, requests: int, pid: int = 1) -> dict[str, Any]:
 def test_what_has_changed_between_two_states() -> None:
     told = stats.between(state(10.0, 0), state(12.0, 4))
     assert (told["requests_per_s"], told["read_bytes_per_s"]) == (2.0, 20.0)
+    assert told["grown_bytes_per_s"] == 100.0
     assert (told["drained_bytes_per_s"], told["dirty_bytes"], told["seconds"]) == (200, 7, 2.0)
     assert told["written_bytes_per_s"] == told["errors_per_s"] == 0 and told["p99_s"] == 8e-6
     assert stats.between(state(12.0, 4), state(13.0, 4))["p99_s"] is None
