@@ -120,7 +120,10 @@ class Proxy:
 
             def answer(self) -> None:
                 asked = f"{self.command} {self.path}"
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                length = int(self.headers.get("Content-Length") or 0)
+                body = self.rfile.read(length)
+                if len(body) < length:
+                    return self.reset()  # its sender is dead; the store would wait for the rest
                 if word := outer.spoil(asked):
                     outer.spoilt.append(f"{word} {asked}")
                 if word == "reset":
