@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +29,7 @@ from start_hosts import start_hosts_rows
 from systems import REPOSITORY, DelayedAifs, System, drop_caches, medium
 
 from aifs.client import startup
-from aifs.core.start_record import missed_bytes
+from aifs.core.start_record import HotFile, StartRecord
 
 FASTER, OF_WARM, PREFETCHED, MISSED, READY, KEYED_S, RECORDING, WHOLE = (
     3.0,
@@ -87,6 +87,12 @@ class Extent(NamedTuple):
 
 QUICK = Extent("numpy", checkpoint_mib=16, host_mib=32, hosts=3)
 NORMAL = Extent("torch", checkpoint_mib=256, host_mib=128, hosts=8)
+
+
+def missed_bytes(record: StartRecord, planned: Iterable[HotFile]) -> int:
+    """How much of what a start has touched was not ``planned`` to be prefetched."""
+    known = {file[1:4]: file.blocks for file in planned}
+    return sum(file.of(file.blocks - known.get(file[1:4], set())).bytes for file in record.files)
 
 
 def start_rows(

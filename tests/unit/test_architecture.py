@@ -3,6 +3,7 @@
 import ast
 import builtins
 import gc
+import importlib.util
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -569,3 +570,19 @@ STILL_REACHED = {
 def test_tests_use_what_is_public(path: Path) -> None:
     """As far as names tell: what a test needs to see, a class shows to all."""
     assert reached_into(path) == STILL_REACHED.get(str(path.relative_to(TESTS)), set())
+
+
+def test_names_that_scripts_import_are_there() -> None:
+    """Nothing else runs most benchmarks when a name goes."""
+    missing = []
+    for path in (PACKAGE.parent / "scripts").rglob("*.py"):
+        for node in nodes(path):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aifs"):
+                module = importlib.import_module(str(node.module))
+                missing += [
+                    f"{path.name}: {node.module}.{name.name}"
+                    for name in node.names
+                    if not hasattr(module, name.name)
+                    and importlib.util.find_spec(f"{node.module}.{name.name}") is None
+                ]
+    assert not missing, missing
