@@ -80,8 +80,7 @@ def call(fd: int, name: str, path: str = "", /, **fields: Any) -> dict[str, Any]
 
 
 def call_at(directory: str, name: str, path: str = "", /, **fields: Any) -> dict[str, Any]:
-    """``call`` on a directory, which is opened for it. *path*: what the error is about, if that is
-    something else."""
+    """``call`` on a directory, which is opened for it. Errors name ``path``, or else that."""
     fd = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY)
     try:
         return call(fd, name, path or directory, **fields)

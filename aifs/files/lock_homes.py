@@ -252,7 +252,7 @@ class LockHomes:
                 table.restate(session, map(unpacked, locks if self.is_live(session) else ()))
 
     async def _ask_surely(self, session: int, request: list[Any]) -> Any:
-        """What a host answers; None if it is over."""
+        """The answer of a host, asked until it comes; None if the session has ended."""
         while self.is_live(session):
             try:
                 return await self._hosts.ask(session, request)
@@ -278,7 +278,7 @@ class LockHomes:
         return True
 
     def _held_of(self, inode: InodeLocks) -> list[list[Packed]]:
-        """What our programs hold."""
+        """The locks that programs of this host hold, by table."""
         return [[packed(lock) for lock in table.held(self.me)] for table in inode.tables]
 
     async def _give_up(self, inos: list[int]) -> None:

@@ -1,5 +1,5 @@
-"""One group: members, missing ones, state, and what is told of it. Pure: callers give times in
-seconds of one clock (states: docs/design/commit.md)."""
+"""One group: its members, those that are missing, its state and its status. Pure: callers give
+times in seconds of one clock (states: docs/design/commit.md)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class GroupReport:
     inline_bytes: int = 0
     """In the inodes of tiny files."""
     stored_bytes: int = 0
-    """What the new chunks take, compressed, each counted once."""
+    """Bytes of the new chunks, compressed, each counted once."""
     hashed_bytes: int = 0
     """Those that were hashed."""
     compared_bytes: int = 0
@@ -66,7 +66,7 @@ class GroupReport:
 
     @property
     def saved_bytes(self) -> int:
-        """What needs not be stored: zeros, duplicates, and what the store has."""
+        """Bytes that need not be stored: zeros, duplicates, and those that the store has."""
         return self.zero_bytes + self.duplicate_bytes + self.found_bytes
 
     def take_amounts(self, other: "GroupReport") -> None:

@@ -1,8 +1,9 @@
 """Making trees visible: rename as a barrier, publishing with pointers in one transaction
 (docs/design/publish.md).
 
-What appears under a new name is durable before; the name on return, if it is a directory's. A
-directory sealed by its group (saves/ready.py) gets its name when all ranks have committed.
+The bytes below a new name are durable before it appears. The name of a directory is durable when
+the call returns. A directory sealed by its group (saves/ready.py) gets its name when all ranks have
+committed.
 """
 
 import os

@@ -174,7 +174,7 @@ def apply_changes(inode: Inode, changes: SetAttr) -> None:
 
 
 def apply_acl(inode: Inode, change: AclChange) -> None:
-    """What setfacl(1) and its kind do to mode and ACLs."""
+    """Change mode and ACLs, as setfacl(1) does."""
     inode.require_unguarded()
     before = inode.mode, inode.acl, inode.default_acl
     if change.name == acl.DEFAULT:
@@ -194,7 +194,7 @@ def apply_acl(inode: Inode, change: AclChange) -> None:
 
 
 def apply_flags(inode: Inode, change: tuple[int, int]) -> None:
-    """What chattr(1) does: flags, and project. Raises NotSupported, NotPermitted, ReadOnly."""
+    """Change flags and project, as chattr(1) does. Raises NotSupported, NotPermitted, ReadOnly."""
     flags, project = change
     if inode.flags & SNAPSHOT:
         inode.require_unguarded()

@@ -456,7 +456,7 @@ def _has_capabilities(tx: Transaction, ino: int) -> bool:
 
 
 def _kill_privileges(tx: Transaction, ino: int) -> Inode:
-    """What a write must do to setuid, setgid and file capabilities."""
+    """Clear setuid, setgid and file capabilities, as a write has to."""
     inode = namespace.get_inode(tx, ino)
     tx.delete(keys.xattr(ino, _CAPABILITIES))
     inode.mode = inode.unprivileged_mode

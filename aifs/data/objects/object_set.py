@@ -308,16 +308,16 @@ class ObjectSet:
             await self._write(calls)
 
     def _write_here(self, offset: int, data: memoryview) -> bool:
-        """Write what is one piece of one object, if that needs no worker; whether it is done."""
-        number, within = divmod(offset, self._layout.unit)
-        if within + len(data) > self._layout.unit or self._layout.is_protected:
+        """Write at once if the data go into one object, and no worker is needed; whether that was
+        so."""
+        if self._layout.is_protected or len(data) > self._layout.unit:
             return False
-        stripe, column = divmod(number, self._layout.width)
-        if not self._columns.needs_no_worker(column):
+        (column, at, parts), *others = runs_of(self._layout, offset, data)
+        if others or not self._columns.needs_no_worker(column):
             return False
-        known, at = self._known[column], stripe * self._layout.unit + within
+        known = self._known[column]
         try:
-            self._columns.write_now(column, at, [data])
+            self._columns.write_now(column, at, parts)
         except BaseException:
             known.length = None
             raise

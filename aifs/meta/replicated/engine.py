@@ -123,7 +123,7 @@ class _Call:
         self.changes = False
         """Whether it has changed something."""
         self.error: BaseException | None = None
-        """What it has raised, or why it was not done."""
+        """The error that it has raised, or because of which it was not done."""
         self.foreign: dict[bytes, bytes] = {}
         """Delegations of other hosts that it needs, and their records: it has not run."""
         self.is_done = False
